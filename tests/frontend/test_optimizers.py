@@ -370,20 +370,6 @@ def test_a_streamed_optimizer_is_told_nothing(tmp_path, caplog):
     assert not [r for r in caplog.records if "gathered whole" in r.message]
 
 
-@pytest.mark.parametrize(
-    ("make", "told"),
-    [
-        (lambda ps: optim.AdamW(ps), 1),
-        (lambda ps: optim.SGD(ps, lr=0.1, foreach=True), 1),
-        (lambda ps: optim.AdamW(ps, fused=True), 0),
-        (lambda ps: optim.Rprop(ps), 0),
-    ],
-)
-def test_an_optimizer_that_could_be_fused_and_is_not_is_told_once(tmp_path, caplog, make, told):
-    both(tmp_path, lambda m: make(m.parameters()))
-    assert len([r for r in caplog.records if "fused=True" in r.message]) == told
-
-
 def test_an_optimizer_that_is_told_nothing_chooses_as_for_plain_tensors(tmp_path, monkeypatch):
     """On CUDA it takes list kernels, which round otherwise than the loop does."""
     from torch.optim import optimizer

@@ -42,13 +42,6 @@ def _tiered_params(optimizer: torch.optim.Optimizer) -> list[TieredTensor]:
     ]
 
 
-def _could_be_fused(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> bool:
-    """Whether ops of the optimizer stream one by one that torch has as one op for an update."""
-    groups = optimizer.param_groups
-    unfused = any("fused" in g and not g["fused"] and not g.get("differentiable") for g in groups)
-    return unfused and any(not t.entry.store.can_view_in_place(t.entry) for t in tiered)
-
-
 def _sessions(tiered: list[TieredTensor]) -> list[Session]:
     of_stores = {t.store_key: t for t in tiered}
     return [session_of(t.entry) for t in of_stores.values()]
@@ -66,8 +59,6 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
                 durable.check_step(session, optimizer)
                 session.begin_step(type(optimizer).__name__)
                 begun.append(session)
-                if _could_be_fused(optimizer, tiered):
-                    session.note_unfused()
             _adopt(optimizer, tiered)
     except BaseException:
         for session in begun:

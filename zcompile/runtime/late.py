@@ -78,6 +78,9 @@ class Runner(Protocol):
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`; built once."""
 
+    def run_noted_ops(self) -> None:
+        """Run the ops of a step that wait for the others."""
+
     def can_open(self, schedule: Schedule) -> bool:
         """Whether the slots of a step are there."""
 
@@ -346,6 +349,7 @@ class LateUpdates:
     @uninterrupted
     def finish(self) -> None:
         """As `settle`, when entries are about to move."""
+        self.runner.run_noted_ops()
         if self._waiting and self.runner.is_walking:
             raise Unsupported(
                 "a parameter, gradient or state whose update is late is used while a call of its "
@@ -403,6 +407,8 @@ class LateUpdates:
     def prepare(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """A call is about to run on these entries: settle, unless it computes what waits of
         them."""
+        if schedule.phase is not Phase.STEP:
+            self.runner.run_noted_ops()
         if self._stepped and schedule.phase is Phase.FORWARD:
             self._steps, self._stepped = self._steps + 1, False
         if self._broken:

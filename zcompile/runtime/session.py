@@ -345,7 +345,9 @@ class Session(Store):
         self.stepping: str | None = None
         """The class of the optimizer whose step is running, or broke off."""
         self._in_closure = False
-        self._warned: set[object] = set()
+        self.noted_ops: Any = None
+        """Elementwise ops of a step that wait to run as one (`runtime/eager/joined.py`, above)."""
+        self._warned: set[str] = set()
         self.regions: dict[str, Region] = {}
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
@@ -398,11 +400,13 @@ class Session(Store):
                 "others are not, and a commit would keep that",
                 "build both again and call zcompile.resume: the last commit is whole",
             )
+        self.run_noted_ops()  # of a step that broke off
         self.stepping = optimizer
 
     @contextmanager
     def in_closure(self) -> Iterator[None]:
         """Within, the step runs the user's closure, whose ops are not the optimizer's."""
+        self.run_noted_ops()
         self._in_closure = True
         try:
             yield
@@ -443,7 +447,18 @@ class Session(Store):
         """The step that has begun does not come; it has changed nothing yet."""
         self.stepping = None
 
+    def note_ops_by(self, ops: Any) -> Any:
+        """Let elementwise ops of steps wait in `ops`; returned."""
+        self.noted_ops = ops
+        return ops
+
+    def run_noted_ops(self) -> None:
+        """Run the ops of a step that wait. raises  what a transfer raises"""
+        if self.noted_ops is not None:
+            self.noted_ops.settle()
+
     def end_step(self) -> None:
+        self.run_noted_ops()
         self.stepping = None
         self.executor.wait_for_in_flight()
         self.executor.recorder.stepped()
@@ -451,7 +466,8 @@ class Session(Store):
         self.late.step_ended()
 
     def settle(self) -> None:
-        """Compute the late updates that wait."""
+        """Run the ops of a step that wait, and compute the late updates that do."""
+        self.run_noted_ops()
         self.late.settle()
 
     def reclaim(self, needed_bytes: int) -> bool:
@@ -600,18 +616,6 @@ class Session(Store):
                 "after the other, which is right but slower than streaming",
                 self.stepping,
                 op,
-            )
-
-    def note_unfused(self) -> None:
-        """Tell once per optimizer that it could compute each update as one op, and does not."""
-        if self.stepping is not None and (self.stepping, "fused") not in self._warned:
-            self._warned.add((self.stepping, "fused"))
-            log.warning(
-                "%s computes an update op by op, and each op brings what it reads and stores what "
-                "it writes: with %s(..., fused=True) each operand comes once, and updates may hide "
-                "behind the next forward",
-                self.stepping,
-                self.stepping,
             )
 
     def fetch(

@@ -31,6 +31,7 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Layout
 from zcompile.runtime.eager.clipping import SCALES, defer_scale, known_norm
 from zcompile.runtime.eager.fillings import SPECIAL, new_like
+from zcompile.runtime.eager.joined import NOT_JOINED, computed, has_lazy_results, join
 from zcompile.runtime.eager.rows import (
     UNANNOTATED_WRITES,
     Application,
@@ -73,7 +74,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
-    repeat = list_call(cls, func, args, kwargs)
+    repeat = None if has_lazy_results(args, kwargs) else list_call(cls, func, args, kwargs)
     if repeat is not None and repeat.rerun():
         return None
     if torch.Tag.inplace_view in func.tags or func._schema.name in CHANGES_MEMORY:
@@ -86,6 +87,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         raise _reshape_error(func)
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
+    joined = join(cls, func, args, kwargs)
+    if joined is not NOT_JOINED:
+        return joined
+    args, kwargs = computed(args, kwargs)
     special = defer_scale if func in SCALES else SPECIAL.get(func)
     if special is not None:
         done = special(cls, func, args, kwargs)

@@ -65,7 +65,7 @@ def stream(
                 tiered.entry.settle()
     for app in apps:
         _apply_where_written_in_part(cls, app)
-    call = _StreamedCall(cls)
+    call = StreamedCall(cls)
     rows = [call.row(app, target) for app, target in zip(apps, targets, strict=True)]
     session = session_of(call.entries[0])
     room = session.step_room
@@ -98,7 +98,7 @@ def _apply_where_written_in_part(cls: type, app: Application) -> None:
                 tiered.entry.store.deferrals.apply(tiered.entry)
 
 
-class _StreamedCall:
+class StreamedCall:
     """Collects the entries and plain inputs of one streamed call."""
 
     def __init__(self, cls: type) -> None:
@@ -124,7 +124,7 @@ class _StreamedCall:
         leaves: list[Any]
         leaves, spec = trees.tree_flatten((app.args, app.kwargs))
         columns, plains, places = self._operands(app, leaves, target)
-        kinds = [_signature_of(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
+        kinds = [signature_of(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
         numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         changes = self._deferred_changes(columns, plains)
         narrowed = self._narrow(columns, numel)
@@ -200,7 +200,7 @@ class _StreamedCall:
         return replace(column, begin=begin, eased=bool(entry.deferred))
 
 
-def _signature_of(leaf: object) -> object:
+def signature_of(leaf: object) -> object:
     """What a schedule depends on of a plain operand."""
     if isinstance(leaf, Tensor):
         return (leaf.dtype, leaf.device, leaf.numel() == 1)
@@ -306,7 +306,7 @@ class Chunked:
             if place >= 0:
                 leaves.append(values[place])
             else:
-                leaves.append(_range_of(values[self.columns - place - 1], first, last))
+                leaves.append(range_of(values[self.columns - place - 1], first, last))
         target = leaves.pop() if self.to_target else None
         args, kwargs = trees.tree_unflatten(leaves, self.spec)
         result = self.func(*args, **kwargs)
@@ -333,7 +333,7 @@ class _Operand:
         found = [values[at] for at in self.where]
         if self.plain:
             each = max(1, len(found) // len(numels))
-            found = [_range_of(value, 0, numels[n // each]) for n, value in enumerate(found)]
+            found = [range_of(value, 0, numels[n // each]) for n, value in enumerate(found)]
         return found if self.listed else found[0]
 
 
@@ -364,7 +364,7 @@ class _JointCall:
         return ()
 
 
-def _range_of(value: Any, first: int, last: int) -> Any:
+def range_of(value: Any, first: int, last: int) -> Any:
     """Elements [first, last) of a plain operand; of a scalar, itself."""
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
@@ -405,6 +405,8 @@ class ListCall:
         found = next((repeat for repeat in known if repeat.known == self.known), None)
         if found is None or not self.session.scratch_use.open(found.schedule):
             return False
+        for entry in self.entries.values():
+            entry.settle()
         leaves = self.leaves
         written = [leaves[at] for at in found.written]
         increment_version([leaf._handle for leaf in written])

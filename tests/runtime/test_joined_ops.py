@@ -1,0 +1,326 @@
+"""Elementwise ops of an optimizer's step run as one row of each parameter, and nobody can tell but
+by what moves."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from planned_runs import (
+    STEPS,
+    WEIGHT_BYTES,
+    expected,
+    gpt,
+    held_bytes,
+    ids,
+    loss_of,
+    offloaded,
+    same,
+    train,
+    values,
+)
+from torch import nn, optim
+
+import zcompile
+from zcompile.frontend.offload import session_behind
+from zcompile.ir.units import Bytes
+from zcompile.planner import late_step, step_plan
+from zcompile.runtime.eager.joined import LazyResult
+
+THROTTLE = {"h2d": "1GB/s", "d2h": "1GB/s"}
+
+
+def adamw(model, **how):
+    return optim.AdamW(model.parameters(), lr=1e-2, **how)
+
+
+def momentum(model, **how):
+    return optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, **how)
+
+
+def streamed(**fields):
+    return offloaded(device_memory="4MiB", residency=False, throttle=THROTTLE, **fields)
+
+
+def bytes_of_a_step(make, **how):
+    model, compiled = streamed()
+    optimizer = make(model, **how)
+    train(model, compiled, optimizer, 0, 2, clip=False)
+    loss_of(compiled, ids(20)).backward()
+    before = zcompile.stats(model)["bytes"]
+    optimizer.step()
+    after = zcompile.stats(model)["bytes"]
+    zcompile.close(model)
+    return {kind: after[kind] - before[kind] for kind in ("h2d", "d2h")}
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_ops_move_what_a_fused_update_moves(make, lists):
+    assert bytes_of_a_step(make, foreach=lists) == bytes_of_a_step(make, fused=True)
+
+
+class Own(optim.Optimizer):
+    """An optimizer of a user: `update` is all that it does to a parameter."""
+
+    def __init__(self, params, update):
+        super().__init__(params, {})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p])
+
+
+def stepped(model, forward, update, steps=2):
+    optimizer = Own(model.parameters(), update)
+    for number in range(steps):
+        loss_of(forward, ids(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def read_in_the_middle(p, grad, state):
+    p.add_(grad, alpha=-0.1)
+    state["seen"] = [*state.get("seen", ()), p.sum().item(), (grad * 2).max().item()]
+    p.mul_(0.9)
+
+
+def result_kept(p, grad, state):
+    state["last"] = grad * 0.5 + 1
+    p.sub_(state["last"], alpha=0.01)
+
+
+def result_replaced(p, grad, state):
+    state["mean"] = state["mean"] * 0.9 + grad if "mean" in state else grad * 1.0
+    p.sub_(state["mean"].sign(), alpha=0.01)
+
+
+def norm_in_the_middle(p, grad, state):
+    step = grad / (grad.abs() + 1e-3)
+    p.sub_(step / step.norm(), alpha=0.1)
+
+
+def no_elementwise_op_of_it(p, grad, state):
+    """Rows that are sorted, an op with `out=`, a masked write."""
+    step = grad.abs().add_(1e-3)
+    torch.maximum(step, grad.square(), out=step)
+    step[step > 1] = 1.0
+    p.sub_(step.flatten().sort().values.view_as(p), alpha=0.01)
+
+
+def gradient_changed(p, grad, state):
+    p.add_(grad, alpha=-0.1)
+    grad.mul_(0.5).add_(p, alpha=0.01)
+    p.add_(grad)
+
+
+def itself(p, grad, state):
+    p.mul_(p).sub_(p, alpha=0.5)
+    p.addcmul_(grad, grad, value=-0.1)
+
+
+def with_a_plain_tensor(p, grad, state):
+    noise = torch.full_like(p, 0.25, device="cpu") if "noise" not in state else state["noise"]
+    state["noise"] = noise
+    plain = torch.arange(p.numel(), dtype=p.dtype).view(p.shape) / p.numel()
+    p.add_(grad, alpha=-0.1).add_(plain, alpha=0.01)
+    plain.zero_()
+    p.mul_(0.5)
+
+
+def counted_by_a_tensor(p, grad, state):
+    """What is one number counts as it was when the op was called."""
+    scale = state.setdefault("scale", torch.tensor(1.0))
+    p.sub_(grad * scale, alpha=0.1)
+    scale.add_(1)
+    p.div_(scale)
+
+
+def other_dtypes(p, grad, state):
+    sign = grad.to(torch.bfloat16).sign()
+    p.sub_(sign.float() * (grad > 0), alpha=0.01)
+
+
+UPDATES = [
+    read_in_the_middle,
+    result_kept,
+    result_replaced,
+    norm_in_the_middle,
+    no_elementwise_op_of_it,
+    gradient_changed,
+    itself,
+    with_a_plain_tensor,
+    counted_by_a_tensor,
+    other_dtypes,
+]
+
+
+def states_of(optimizer):
+    def plain(value):
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    return [{k: plain(v) for k, v in state.items()} for state in optimizer.state.values()]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_whatever_an_optimizer_computes_has_the_bits_of_plain_tensors(update):
+    plain, (model, compiled) = gpt(), streamed()
+    first, second = stepped(plain, plain, update), stepped(model, compiled, update)
+    assert same(model, values(plain))
+    assert states_of(first) == states_of(second)
+
+
+def test_ops_that_share_nothing_are_one_schedule_and_run_when_the_step_ends():
+    model, compiled = streamed()
+    waiting = []
+
+    def update(p, grad, state):
+        made = grad * 0.1
+        assert isinstance(made, LazyResult)
+        p.sub_(made)
+        waiting.append(p.entry.waits is not None)
+
+    stepped(model, compiled, update, steps=1)
+    assert all(waiting)
+    assert not any(p.entry.waits for p in model.parameters())
+    steps = [s for s in session_behind(model).steps.values() if s.name == "Own"]
+    assert [len(s.rows) for s in steps] == [len(list(model.parameters()))]
+
+
+def test_a_result_that_outlives_the_step_is_a_tensor_as_any_other():
+    model, compiled = streamed()
+    kept = []
+
+    def update(p, grad, state):
+        kept.append((grad * 3, grad.detach().clone()))
+        p.sub_(grad, alpha=0.1)
+
+    stepped(model, compiled, update, steps=1)
+    for made, grad in kept:
+        want = grad.cpu() * 3
+        assert torch.equal(made, want)
+        assert made.numpy().tolist() == want.tolist() == made.tolist()
+        assert torch.equal(copy.deepcopy(made), want)
+        assert torch.equal(pickle.loads(pickle.dumps(made)), want)
+        torch.save({"made": made}, file := io.BytesIO())
+        file.seek(0)
+        assert torch.equal(torch.load(file)["made"], want)
+        assert made.data_ptr() != 0
+        assert made.add_(1) is made
+        assert torch.equal(made, want + 1)
+        assert str(made) == str(want + 1)
+        assert torch.equal(made.t() if made.dim() == 2 else made, (want + 1).T)
+
+
+def test_a_step_that_raises_has_done_what_came_before():
+    def fails(p, grad, state):
+        p.sub_(grad, alpha=0.1)
+        if p.dim() == 1:
+            raise ValueError("enough")
+        p.mul_(0.5)
+
+    plain, (model, compiled) = gpt(), streamed()
+    for m, forward in ((plain, plain), (model, compiled)):
+        with pytest.raises(ValueError, match="enough"):
+            stepped(m, forward, fails)
+    assert same(model, values(plain))
+    train(plain, plain, adamw(plain), 1, 3)
+    train(model, compiled, adamw(model), 1, 3)
+    assert same(model, values(plain))
+
+
+def test_an_op_that_torch_refuses_is_refused_where_it_is_called():
+    def refused(p, grad, state):
+        p.sub_(grad, alpha=0.1)
+        with pytest.raises(RuntimeError, match="result type"):
+            (grad > 0).mul_(0.5)
+        with pytest.raises(RuntimeError):
+            p.bitwise_and_(p)
+        p.mul_(0.5)
+
+    plain, (model, compiled) = gpt(), streamed()
+    stepped(plain, plain, refused)
+    stepped(model, compiled, refused)
+    assert same(model, values(plain))
+
+
+def test_a_closure_finds_what_the_step_did_before_it():
+    class Twice(Own):
+        @torch.no_grad()
+        def step(self, closure):
+            super().step()
+            with torch.enable_grad():
+                loss = closure()
+            super().step()
+            return loss
+
+    def update(p, grad, state):
+        p.sub_(grad / (grad.abs() + 1), alpha=0.1)
+
+    plain, (model, compiled) = gpt(), streamed()
+    losses = []
+    for m, forward in ((plain, plain), (model, compiled)):
+        optimizer = Twice(m.parameters(), update)
+
+        def closure(forward=forward, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(forward, ids(1))
+            loss.backward()
+            return loss
+
+        loss_of(forward, ids(0)).backward()
+        losses.append([optimizer.step(closure).item() for _ in range(2)])
+    assert losses[0] == losses[1]
+    assert same(model, values(plain))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+def test_an_update_op_by_op_may_wait_for_the_next_forward(monkeypatch, lists):
+    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
+    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+
+    def make(model):
+        return adamw(model, foreach=lists)
+
+    budget = Bytes(WEIGHT_BYTES + held_bytes())
+    model, compiled = offloaded(device_memory=budget, throttle={"h2d": "200MB/s", "d2h": "200MB/s"})
+    train(model, compiled, make(model), 0, STEPS)
+    assert session_behind(model).late.rows > 0
+    plain = gpt()
+    train(plain, plain, make(plain), 0, STEPS)
+    assert same(model, values(plain))
+
+
+def test_a_step_of_what_rests_in_reach_joins_too():
+    """Nothing moves: ops are called where the operands rest."""
+    model, compiled = offloaded(device_memory="64MiB")
+    train(model, compiled, adamw(model, foreach=False), 0, STEPS)
+    plain = gpt()
+    train(plain, plain, adamw(plain, foreach=False), 0, STEPS)
+    assert same(model, values(plain))
+
+
+def test_a_gradient_that_was_clipped_is_scaled_before_its_ops():
+    model, compiled = streamed()
+    train(model, compiled, momentum(model), 0, STEPS)
+    assert same(model, expected(momentum))
+
+
+def test_parameters_without_a_device_of_their_own_are_left_alone():
+    """Ops of plain parameters in the same step."""
+    model, compiled = streamed()
+    extra = nn.Parameter(torch.ones(8, 8))
+    extra.grad = torch.full((8, 8), 0.5)
+    optimizer = optim.AdamW([*model.parameters(), extra], lr=1e-2, foreach=False)
+    loss_of(compiled, ids(0)).backward()
+    optimizer.step()
+    alone = nn.Parameter(torch.ones(8, 8))
+    alone.grad = torch.full((8, 8), 0.5)
+    optim.AdamW([alone], lr=1e-2, foreach=False).step()
+    assert torch.equal(extra, alone)

@@ -1,0 +1,545 @@
+"""Elementwise ops of an optimizer's step are joined: all that a step does to a parameter, its
+gradient and its states is one row, whose operands come once and are stored once.
+
+Torch's optimizers compute an update op by op, unless they are fused: Adam multiplies one state,
+mixes the gradient into it, squares that into another, takes a root. Run one by one, each op brings
+what it reads. Here an op is noted, and its result, where it makes one, is a `LazyResult`. Ops that
+share an operand form a row; the rows of a step run as one schedule when the step ends, or before
+anybody uses an operand or a result otherwise: the entries are marked, and every way to their bytes
+asks for the mark first (`Entry.settle`). Chunk by chunk each op is called as it was, so that all
+bits are those of the ops one by one.
+
+Not joined are fused optimizers, of which an update is one op; lists of ops whose operands all rest
+in reach, which run in one call; ops that write a gradient, whose norms are known; ops with a plain
+operand of more than one element, which others may change meanwhile; and ops on part of an entry.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.errors import BudgetExceeded, Unsupported
+from zcompile.ir.optimizer_step import Column, Row, lower_step
+from zcompile.ir.schedule import Register
+from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, wrapper
+from zcompile.ir.types import EntryKind
+from zcompile.runtime.eager.fillings import SPECIAL
+from zcompile.runtime.eager.rows import (
+    Application,
+    is_elementwise,
+    leaves_of,
+    rows_of,
+    streamable,
+)
+from zcompile.runtime.eager.streaming import StreamedCall, range_of, signature_of
+from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.store.store import Deferred
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+
+aten = torch.ops.aten
+
+NOT_JOINED = object()
+"""The answer of `join` where an op is to run at once."""
+
+# --- Results that are not there yet ---
+
+
+class LazyResult(Tensor):
+    """The result of an op that was noted and has not run: a tensor as any other, computed when it
+    is used for more than another elementwise op.
+
+    ops     where it was noted
+    number  of the result there; negative once it was computed
+    """
+
+    ops: "JoinedOps"
+    number: int
+    _value: Tensor | None = None
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
+
+    @staticmethod
+    def __new__(cls, ops: "JoinedOps", number: int, like: Tensor, dtype: torch.dtype) -> Any:
+        return wrapper(cls, like.size(), like.stride(), 0, dtype, like.device, False)
+
+    def __init__(self, ops: "JoinedOps", number: int, like: Tensor, dtype: torch.dtype) -> None:
+        self.ops, self.number = ops, number
+
+    def computed(self) -> Tensor:
+        """The plain tensor. raises  what a transfer raises"""
+        if self._value is None:
+            self.ops.settle()
+            assert self._value is not None, "a result that is alive is computed with its ops"
+        return self._value
+
+    def give(self, value: Tensor) -> None:
+        """`value` is about to be computed."""
+        self._value, self.number = value, -1
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it has not been computed yet."""
+        return self._value is None
+
+    @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # as of TieredTensor
+    def __torch_dispatch__(
+        cls,
+        func: Dispatched,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = next(x for x in leaves_of(args, kwargs) if isinstance(x, LazyResult))
+        with deferred_interrupts():
+            made = join(first.ops.cls, func, args, kwargs)
+            if made is not NOT_JOINED:
+                return made
+            plain_args, plain_kwargs = computed(args, kwargs)
+        result = func(*plain_args, **plain_kwargs)
+        if func._schema.is_mutable and args and result is plain_args[0]:
+            return args[0]
+        return result
+
+    # What torch reads of memory itself.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.computed().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.computed().__array__(dtype)
+
+    def tolist(self) -> Any:
+        return self.computed().tolist()
+
+    def data_ptr(self) -> int:
+        return self.computed().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        return self.computed().untyped_storage()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        return repr(self.computed())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.computed().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.computed().__deepcopy__(memo)  # type: ignore[no-any-return]  # untyped in torch
+
+
+def has_lazy_results(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operand was noted, or was computed of what was."""
+    return any(isinstance(leaf, LazyResult) for leaf in leaves_of(args, kwargs))
+
+
+def computed(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of an op, with the values of lazy results in their place."""
+    if not has_lazy_results(args, kwargs):
+        return args, kwargs
+
+    def plain(value: Any) -> Any:
+        return value.computed() if isinstance(value, LazyResult) else value
+
+    made: tuple[Sequence[Any], dict[str, Any]] = trees.tree_map(plain, (tuple(args), kwargs))
+    return made
+
+
+# --- What was noted ---
+
+
+@dataclass
+class _NotedRow:
+    """Ops that share operands, in their order.
+
+    ops      (number in the order of all ops, op, the result that it makes or None)
+    tiered   key of an entry -> the tensor over it
+    written  keys of those that are written
+    results  numbers of the lazy results
+    """
+
+    ops: list[tuple[int, Application, int | None]] = field(default_factory=list)
+    tiered: dict[int, Any] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
+    results: set[int] = field(default_factory=set)
+
+    def take(self, other: "_NotedRow") -> None:
+        """An op has operands of both."""
+        self.ops = sorted((*self.ops, *other.ops), key=lambda op: op[0])
+        self.tiered |= other.tiered
+        self.written |= other.written
+        self.results |= other.results
+
+
+class JoinedOps:
+    """The ops of one session's optimizers that were noted and have not run.
+
+    cls  of tiered tensors
+    """
+
+    def __init__(self, session: Session, cls: Any) -> None:
+        self._session = weakref.ref(session)
+        self.cls = cls
+        self._count = 0
+        self._of_entry: dict[int, _NotedRow] = {}
+        self._of_result: dict[int, _NotedRow] = {}
+        self._lazy: dict[int, weakref.ref[LazyResult]] = {}
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a tensor of it is there"
+        return session
+
+    def note(self, app: Application, dtype: torch.dtype | None) -> LazyResult | None:
+        """Let an op wait. Returns the tensor that it makes.
+
+        dtype  of the tensor that it makes; None: it writes its first operand
+        """
+        tensors = app.tensors()
+        row = self._row_of(tensors)
+        for tensor in tensors:
+            if isinstance(tensor, self.cls):
+                tiered: Any = tensor
+                entry = tiered.entry
+                if entry.key not in row.tiered:
+                    entry.settle()
+                    entry.wait_for(self)
+                    row.tiered[entry.key] = tiered
+                    self._of_entry[entry.key] = row
+        row.written |= {t.entry.key for t in app.written() if isinstance(t, self.cls)}
+        number = self._count
+        self._count += 1
+        made = None if dtype is None else number
+        row.ops.append((number, _as_noted(app), made))
+        if dtype is None:
+            return None
+        like = next(t for t in tensors if t.numel() != 1)
+        lazy = LazyResult(self, number, like, dtype)
+        row.results.add(number)
+        self._of_result[number], self._lazy[number] = row, weakref.ref(lazy)
+        return lazy
+
+    def _row_of(self, tensors: Iterable[Tensor]) -> _NotedRow:
+        """The row of these operands; rows that had nothing in common become one."""
+        found: list[_NotedRow] = []
+        for tensor in tensors:
+            row = None
+            if isinstance(tensor, LazyResult):
+                row = self._of_result[tensor.number]
+            elif isinstance(tensor, self.cls):
+                tiered: Any = tensor
+                row = self._of_entry.get(tiered.entry.key)
+            if row is not None and all(row is not other for other in found):
+                found.append(row)
+        first, *others = found or [_NotedRow()]
+        for other in others:
+            first.take(other)
+            self._of_entry |= dict.fromkeys(other.tiered, first)
+            self._of_result |= dict.fromkeys(other.results, first)
+        return first
+
+    @uninterrupted
+    def settle(self) -> None:
+        """Run all that was noted: the step ends, or somebody uses an operand or a result.
+
+        raises  BudgetExceeded, before anything ran; what a transfer raises
+        """
+        rows = list({id(row): row for row in self._of_entry.values()}.values())
+        if not rows:
+            return
+        alive = {n: lazy for n, ref in self._lazy.items() if (lazy := ref()) is not None}
+        of_entry, of_result, lazies = self._of_entry, self._of_result, self._lazy
+        self._of_entry, self._of_result, self._lazy = {}, {}, {}
+        self._mark(rows, None)
+        try:
+            with torch.no_grad():  # as the step ran that noted them
+                self._run(rows, alive)
+        except (BudgetExceeded, Unsupported):  # before anything was computed
+            self._of_entry, self._of_result, self._lazy = of_entry, of_result, lazies
+            self._mark(rows, self)
+            raise
+
+    @staticmethod
+    def _mark(rows: Sequence[_NotedRow], waits: "JoinedOps | None") -> None:
+        for row in rows:
+            for tiered in row.tiered.values():
+                tiered.entry.wait_for(waits)
+
+    def _run(self, rows: Sequence[_NotedRow], alive: dict[int, LazyResult]) -> None:
+        session = self.session
+        targets = {
+            number: torch.empty_strided(
+                lazy.size(), lazy.stride(), dtype=lazy.dtype, device=lazy.device
+            )
+            for number, lazy in alive.items()
+        }
+        made = list(targets.values())
+        name = session.stepping or "an optimizer"
+        counted = session.begin_whole(f"ops of {name}", [], made, 0) if made else None
+        try:
+            self._stream(name, rows, targets)
+        finally:
+            if counted is not None:
+                session.end_whole(counted)
+        if made:
+            session.count_until_dead(made)
+        for number, lazy in alive.items():
+            lazy.give(targets[number])
+
+    def _stream(self, name: str, rows: Sequence[_NotedRow], targets: dict[int, Tensor]) -> None:
+        session = self.session
+        call = _JoinedCall(self.cls)
+        made = [call.joined(row, targets) for row in rows]
+        room = session.step_room
+        key = (room, name, *call.signature)
+        build = partial(lower_step, name, made, len(call.inputs), len(call.entries), room)
+        try:
+            schedule = session.step(key, build)
+        except BudgetExceeded as error:
+            if not session.reclaim(error.needed_bytes):
+                raise session.split.too_small(
+                    error, f"one chunk of {name}", "its operands"
+                ) from error
+            self._stream(name, rows, targets)  # anew, since operands rest elsewhere now
+            return
+        if not session.scratch_use.open(schedule):
+            self._stream(name, rows, targets)  # anew, through the window
+            return
+        session.late.run(schedule, call.inputs, call.entries, call.changing)
+
+
+@dataclass(frozen=True)
+class _ResultOf:
+    """Stands for a lazy result among the operands of an op, and does not keep it alive."""
+
+    number: int
+
+
+def _as_noted(app: Application) -> Application:
+    """The op with lazy results by number, and with tensors of one number by value: a count of
+    steps changes in place."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, LazyResult):
+            return _ResultOf(value.number)
+        plain = type(value) in (Tensor, torch.nn.Parameter) and value.numel() == 1
+        return value.detach().clone() if plain else value
+
+    args, kwargs = trees.tree_map(kept, (app.args, app.kwargs))
+    return replace(app, args=args, kwargs=kwargs)
+
+
+# --- Which ops wait ---
+
+
+def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Note an op of an optimizer's step, and return what it returns; `NOT_JOINED` for others."""
+    schema = func._schema
+    if func in SPECIAL or func is aten.clone.default or not is_elementwise(func):
+        return NOT_JOINED
+    if schema.name.startswith(("aten::_fused", "aten::_amp")):
+        return NOT_JOINED  # an update as one op
+    if any(argument.is_out for argument in schema.arguments):
+        return NOT_JOINED
+    apps = rows_of(func, args, kwargs)
+    sessions = {_session_for(app, cls) for app in apps}
+    session = next(iter(sessions), None)
+    if session is None or len(sessions) != 1:
+        return NOT_JOINED
+    lists = schema.name.startswith("aten::_foreach")
+    if lists and not any(_moves(tensor, cls) for app in apps for tensor in app.tensors()):
+        return NOT_JOINED  # what rests in reach is computed in one call
+    dtypes = [_made_dtype(app) for app in apps]  # raises what torch raises
+    ops = session.noted_ops or session.note_ops_by(JoinedOps(session, cls))
+    if schema.is_mutable:
+        for app in apps:
+            ops.note(app, None)
+        return None if lists else args[0]
+    made = [ops.note(app, dtype) for app, dtype in zip(apps, dtypes, strict=True)]
+    return made if lists else made[0]
+
+
+def _moves(tensor: Tensor, cls: Any) -> bool:
+    """Whether an operand has to be brought, or waits with others that have."""
+    if not isinstance(tensor, cls):
+        return isinstance(tensor, LazyResult)
+    tiered: Any = tensor
+    return not tiered.entry.store.can_view_in_place(tiered.entry)
+
+
+def _session_for(app: Application, cls: Any) -> Session | None:
+    """The session whose optimizer asks for an op that may be noted."""
+    found: set[Session] = set()
+    wide: list[Tensor] = []
+    for tensor in app.tensors():
+        if isinstance(tensor, LazyResult):
+            if not tensor.is_noted:
+                return None
+            found.add(tensor.ops.session)
+            wide.append(tensor)
+        elif isinstance(tensor, cls):
+            tiered: Any = tensor
+            entry = tiered.entry
+            if entry.copies or not tiered.covers or tiered.numel() == 1:
+                return None
+            found.add(session_of(entry))
+            wide.append(tensor)
+        elif tensor.numel() != 1 or tensor.requires_grad:
+            return None
+    if len(found) != 1:
+        return None
+    (session,) = found
+    if not session.is_updating or session.executor.walks_here:
+        return None
+    if app.func._schema.is_mutable and not _writes_first(app):
+        return None
+    if any(isinstance(t, cls) for t in wide):
+        if not streamable(app, cls) or _writes_gradient(app, cls):
+            return None
+    elif any(t.size() != wide[0].size() or t.stride() != wide[0].stride() for t in wide):
+        return None
+    return session
+
+
+def _writes_gradient(app: Application, cls: Any) -> bool:
+    written: list[Any] = [t for t in app.written() if isinstance(t, cls)]
+    return any(t.entry.kind is EntryKind.GRAD for t in written)
+
+
+def _writes_first(app: Application) -> bool:
+    """Whether an op writes its first operand, and no other."""
+    written, first = app.written(), app.args[0]
+    return len(written) == 1 and written[0] is (first[0] if isinstance(first, list) else first)
+
+
+def _made_dtype(app: Application) -> torch.dtype:
+    """The dtype of what an op makes or writes. raises  what torch raises of these operands"""
+    leaves, spec = trees.tree_flatten((app.args, app.kwargs))
+    return _dtype_of(app.func, spec, tuple(map(_kind_of, leaves)))
+
+
+def _kind_of(leaf: object) -> object:
+    """What the dtype of a result depends on of an operand."""
+    if isinstance(leaf, Tensor):
+        return (leaf.dtype, leaf.numel() != 1, leaf.dim())
+    return type(leaf) if isinstance(leaf, int | float | complex) else leaf
+
+
+@lru_cache(maxsize=1024)
+def _dtype_of(func: Dispatched, spec: Any, kinds: tuple[object, ...]) -> torch.dtype:
+    """The dtype of what an op makes, or writes, asked with ones in place of its operands."""
+
+    def stand_in(kind: object) -> object:
+        if isinstance(kind, tuple):
+            dtype, wide, dims = kind
+            return torch.ones((2,) if wide else (1,) * dims, dtype=dtype)
+        return kind(1) if isinstance(kind, type) else kind
+
+    args, kwargs = trees.tree_unflatten([stand_in(kind) for kind in kinds], spec)
+    result = func(*args, **kwargs)
+    if result is None:  # a list op that writes
+        result = args[0]
+    found: Tensor = result[0] if isinstance(result, list | tuple) else result
+    return found.dtype
+
+
+# --- Computing ---
+
+
+class _JoinedCall(StreamedCall):
+    """Collects the entries and plain inputs of the rows of joined ops."""
+
+    def joined(self, row: _NotedRow, targets: dict[int, Tensor]) -> Row:
+        """targets  of results that somebody holds: their number -> the tensor to write them to"""
+        index: dict[int, int] = {}
+        columns: list[Column] = []
+        for key, tiered in row.tiered.items():
+            index[key] = len(columns)
+            columns.append(self._column(tiered, key in row.written))
+        plains: list[Register] = []
+        changes = self._deferred_changes(columns, plains)
+        kinds: list[object] = []
+        first = row.ops[0][0]
+        ops: list[_JoinedOp] = []
+        for _, app, made in row.ops:
+            leaves, spec = trees.tree_flatten((app.args, app.kwargs))
+            places: list[tuple[str, int]] = []
+            for leaf in leaves:
+                if isinstance(leaf, self._cls):
+                    operand: Any = leaf
+                    places.append(("column", index[operand.entry.key]))
+                elif isinstance(leaf, _ResultOf):
+                    places.append(("result", leaf.number - first))
+                else:
+                    places.append(("plain", len(plains)))
+                    plains.append(self.input(leaf))
+                    kinds.append(signature_of(leaf))
+            ops.append(
+                _JoinedOp(app.func, spec, tuple(places), None if made is None else made - first)
+            )
+        held = []
+        for number in sorted(row.results & targets.keys()):
+            held.append((number - first, len(plains)))
+            plains.append(self.input(targets[number]))
+            kinds.append(signature_of(targets[number]))
+        compute = _JoinedChunk(tuple(ops), len(columns), changes, tuple(held))
+        numel = next(iter(row.tiered.values())).numel()
+        shapes = tuple(replace(c, entry=type(c.entry)(0), name="") for c in columns)
+        self.signature.append((compute, numel, shapes, tuple(kinds)))
+        return Row(numel, tuple(columns), tuple(plains), compute)
+
+
+@dataclass(frozen=True)
+class _JoinedOp:
+    """One op of a row.
+
+    places  of each operand: a column, the result of an op before, or a plain operand, by number
+    made    number of its result; None: it writes its first operand
+    """
+
+    func: Dispatched
+    spec: Any
+    places: tuple[tuple[str, int], ...]
+    made: int | None
+
+
+@dataclass(frozen=True)
+class _JoinedChunk:
+    """Applies the ops of a row to a range of its elements.
+
+    changes  deferred changes to apply before: (column, which plain is the operand, change)
+    held     (result, plain operand that it is written to)
+    """
+
+    ops: tuple[_JoinedOp, ...]
+    columns: int
+    changes: tuple[tuple[int, int, Deferred], ...]
+    held: tuple[tuple[int, int], ...]
+
+    def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        for column, plain, change in self.changes:
+            change.apply(values[column], values[self.columns + plain])
+        results: dict[int, Tensor] = {}
+
+        def operand(place: tuple[str, int]) -> Any:
+            where, number = place
+            if where == "column":
+                return values[number]
+            if where == "result":
+                return results[number]
+            return range_of(values[self.columns + number], first, last)
+
+        for op in self.ops:
+            args, kwargs = trees.tree_unflatten([operand(p) for p in op.places], op.spec)
+            made = op.func(*args, **kwargs)
+            if op.made is not None:
+                results[op.made] = made[0] if isinstance(made, list | tuple) else made
+        for result, plain in self.held:
+            range_of(values[self.columns + plain], first, last).copy_(results[result])

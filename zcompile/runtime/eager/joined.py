@@ -124,7 +124,7 @@ class LazyResult(Tensor):
     def untyped_storage(self) -> Any:
         return self.computed().untyped_storage()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]  # untyped in torch
         return repr(self.computed())
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -1,6 +1,6 @@
 """Compiles kernels for GPUs that are not there, and reads what the machine code takes.
 
-    python tests/kernels/ahead_of_time.py [FILE OLD NEW]
+    PYTHONPATH=.:tests python -m kernels.ahead_of_time [FILE OLD NEW]
 
 Prints JSON: case -> target -> registers of a thread, registers spilled to memory, bytes of shared
 memory of a program, bits of the widest load. It is a process of its own, since triton either
@@ -10,6 +10,7 @@ that come with triton.
 FILE OLD NEW  compile the first kernel of a source file after OLD was replaced by NEW in it
 """
 
+import argparse
 import importlib.util
 import json
 import os
@@ -223,10 +224,12 @@ def compiled(*changed: str) -> Compiled:
     return Compiled(found["triton"], each)
 
 
-def main(*changed: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("change", nargs="*", metavar="FILE OLD NEW", help="what is changed before")
+    file, *change = parser.parse_args().change or ("",)
     import triton
 
-    file, *change = changed or ("",)
     found: dict[str, dict[str, Any]] = {}
     for name, case in cases().items():
         if file and case.file != file:
@@ -239,4 +242,4 @@ def main(*changed: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"errors"},
+    {"sparse_attention"},
     {"ir"},
     {"machine"},
     {"config"},

@@ -6,6 +6,7 @@ traced, and called on the CPU, without triton, which is imported when a kernel i
 """
 
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -39,3 +40,8 @@ def demand(op: str, device: torch.device) -> None:
     """Do nothing if kernels run on `device`. raises  KernelUnavailable"""
     if why := missing(device):
         raise KernelUnavailable(f"{op} on {device}: {why}")
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the one that kernels are launched on, which triton takes from torch."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -88,6 +88,35 @@ def test_steps_are_computed_by_the_kernel_in_chunks_or_whole(counted, tmp_path, 
         torch.testing.assert_close(b.detach().cpu(), a.detach(), rtol=1e-4, atol=1e-5)
 
 
+class Turned(torch.nn.Module):
+    """A parameter that is not row-major, and one of a single element."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(6, 4).t())
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x @ self.weight * self.scale
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_parameters_of_any_layout_are_given_to_the_kernel(counted, tmp_path, compiled):
+    plain, tiered = Turned(), on_disk(Turned(), tmp_path, kernels="triton", device_memory="1MiB")
+    torch._dynamo.reset()
+    calls = (plain, torch.compile(tiered, backend="zinf") if compiled else tiered)
+    for model, call in zip((plain, tiered), calls, strict=True):
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        for _ in range(4):
+            call(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert counted
+    for a, b in zip(plain.parameters(), tiered.parameters(), strict=True):
+        torch.testing.assert_close(b.detach().cpu(), a.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_stock_computes_the_steps_unless_the_kernel_is_asked_for(counted, tmp_path):
     model = on_disk(mlp(), tmp_path)
     train(model, optim.AdamW(model.parameters(), fused=True), 2)

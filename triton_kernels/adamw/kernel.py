@@ -7,7 +7,6 @@ no mask, since a mask whose bound is unknown forces accesses of 32 bits.
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -176,7 +175,7 @@ def launch(
         SKIPS=found_inf is not None,
         DECAYS=weight_decay != 0,
         MAXIMIZE=maximize,
-        LIBRARY=device.type == "cuda" and torch.version.hip is None,
+        LIBRARY=device.type == "cuda",
         ALIGNED=COALESCED if wide else 1,
         PIECE=PIECE,
         BLOCK=BLOCK,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from triton_kernels import demand
+from triton_kernels import demand, on
 from triton_kernels.adamw import reference
 
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,8 @@ def adamw(
     from triton_kernels.adamw.kernel import launch  # imports triton
 
     rates = (lr, beta1, beta2, eps, weight_decay)
-    launch(*lists, scale, found_inf, *rates, maximize, programs)
+    with on(steps[0].device):
+        launch(*lists, scale, found_inf, *rates, maximize, programs)
 
 
 @adamw.register_kernel("cpu")

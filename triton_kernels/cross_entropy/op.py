@@ -10,7 +10,7 @@ Shapes: logits [tokens, classes], any row stride, classes without gaps; numbers 
 import torch
 from torch import Tensor, library
 
-from triton_kernels import demand
+from triton_kernels import demand, on
 from triton_kernels.cross_entropy import reference
 
 _LIBRARY = library.Library("triton_kernels", "FRAGMENT")
@@ -84,7 +84,8 @@ def _see_on_cuda(
     demand("triton_kernels::see_tile", logits.device)
     from triton_kernels.cross_entropy.kernel import launch_see_tile  # imports triton
 
-    return launch_see_tile(logits, target, greatest, total, picked, None)
+    with on(logits.device):
+        return launch_see_tile(logits, target, greatest, total, picked, None)
 
 
 def _see_and_sum_on_cuda(
@@ -93,7 +94,8 @@ def _see_and_sum_on_cuda(
     demand("triton_kernels::see_tile_and_sum", logits.device)
     from triton_kernels.cross_entropy.kernel import launch_see_tile  # imports triton
 
-    return launch_see_tile(logits, target, greatest, total, picked, sum)
+    with on(logits.device):
+        return launch_see_tile(logits, target, greatest, total, picked, sum)
 
 
 def _gradient_on_cuda(
@@ -107,7 +109,8 @@ def _gradient_on_cuda(
     demand("triton_kernels::tile_gradient_", logits.device)
     from triton_kernels.cross_entropy.kernel import launch_tile_gradient  # imports triton
 
-    launch_tile_gradient(logits, target, log_norm, loses, picked, spread)
+    with on(logits.device):
+        launch_tile_gradient(logits, target, log_norm, loses, picked, spread)
     return logits
 
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from triton_kernels import demand
+from triton_kernels import demand, on
 from triton_kernels.leave import reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,7 +50,8 @@ def leave(grads: list[Tensor], packed: Tensor, offsets: list[int]) -> None:
         )
     from triton_kernels.leave.kernel import launch  # imports triton
 
-    launch(grads, packed, offsets)
+    with on(grads[0].device):
+        launch(grads, packed, offsets)
 
 
 @leave.register_kernel("cpu")

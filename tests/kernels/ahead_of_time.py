@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,6 +126,38 @@ def cases() -> dict[str, Case]:
     }
 
 
+def variants() -> dict[str, Case]:
+    """The other ways in which kernels are launched: the interpreter accepts what the compiler may
+    not."""
+    from itertools import product
+
+    import triton.language as tl
+
+    plain = cases()
+
+    def of(name: str, **constants: Any) -> Case:
+        return replace(plain[name], constants={**plain[name].constants, **constants})
+
+    off = dict.fromkeys(("SCALED", "SKIPS", "DECAYS"), False)
+    found = {
+        "adamw, bare": of("adamw, f32 gradients", **off, MAXIMIZE=True, ALIGNED=1),
+        "adamw, scaled": of("adamw, f32 gradients", **{**off, "SCALED": True}),
+        "adamw, f16": of("adamw, f32 gradients", GRAD=tl.float16, NARROW=tl.float16),
+        "see_tile, f32": of("see_tile, f32, with the sum", WITH_SUM=False),
+        "see_tile, f16": see_tile("f16", True),
+        "leave, not aligned": of("leave, f32", ALIGNED=1),
+        "leave, f32 to bf16": of("leave, f32", PACKED=tl.bfloat16),
+    }
+    for picks, spreads in product((False, True), repeat=2):
+        made = of("tile_gradient, bf16", PICKS=picks, SPREADS=spreads)
+        found[f"tile_gradient, {picks}, {spreads}"] = made
+    for name in ("see_tile, f32", "tile_gradient, f32"):
+        case = found.get(name) or plain[name]
+        types = {k: "*fp64" if v == "*fp32" else v for k, v in case.arguments.items()}
+        found[f"{name} as f64"] = replace(case, arguments=types)
+    return found
+
+
 def figures(case: Case, module: ModuleType, target: str) -> Figures:
     """Compile for a target; what its machine code takes."""
     import triton
@@ -202,10 +234,12 @@ def module_of(file: str, changed: tuple[str, str] | None = None) -> ModuleType:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a run of this file printed: case -> target -> figures, and the version of triton."""
+    """What a run of this file printed: case -> target -> figures, variant -> figures for sm_90, and
+    the version of triton."""
 
     triton: str
     cases: dict[str, dict[str, Figures]] = field(default_factory=dict)
+    variants: dict[str, Figures] = field(default_factory=dict)
 
 
 def compiled(*changed: str) -> Compiled:
@@ -221,7 +255,8 @@ def compiled(*changed: str) -> Compiled:
     found = json.loads(told.stdout)
     rows = found["cases"].items()
     each = {name: {t: Figures(**f) for t, f in made.items()} for name, made in rows}
-    return Compiled(found["triton"], each)
+    more = {name: Figures(**figures) for name, figures in found["variants"].items()}
+    return Compiled(found["triton"], each, more)
 
 
 def main() -> None:
@@ -238,7 +273,12 @@ def main() -> None:
         found[name] = {target: asdict(figures(case, module, target)) for target in TARGETS}
         if change:
             break
-    json.dump({"triton": triton.__version__, "cases": found}, sys.stdout, indent=1)
+    others = {
+        name: asdict(figures(case, module_of(case.file), "sm_90"))
+        for name, case in ({} if change else variants()).items()
+    }
+    told = {"triton": triton.__version__, "cases": found, "variants": others}
+    json.dump(told, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,11 @@ def test_every_kernel_is_compiled_for_every_target(made):
     assert all(tuple(each) == TARGETS for each in made.cases.values())
 
 
+def test_every_way_of_launching_a_kernel_compiles_and_spills_nothing(made):
+    assert len(made.variants) >= 10
+    assert not {name: f for name, f in made.variants.items() if f.spills}
+
+
 def test_nothing_spills_and_memory_is_read_in_wide_loads(made):
     each = ((n, t, f) for n, rows in made.cases.items() for t, f in rows.items())
     found = [fault for row in each for fault in faults(*row)]

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._dynamo import guards
-
-from zcompile.cli import main
 
 if not torch.cuda.is_available():
-    # Triton reads this when it is first imported; without a GPU its kernels are interpreted.
+    # Triton reads this when it is first imported, as torch._dynamo does; without a GPU its kernels
+    # are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # What is measured of this machine is kept for one run of the tests, all its processes together, and
@@ -40,7 +38,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # nothing hangs on either.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # in the processes that tests start
 torch._dynamo.config.run_gc_after_compile = False
-guards.profile_guard_manager = lambda *_: 0.0
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # A process of tests keeps many modules alive; looking at them all for garbage every few thousand
 # objects is a twelfth of its time. What a test wants collected it collects.
@@ -120,6 +118,7 @@ def quiet_transformers() -> Iterator[None]:
 @pytest.fixture
 def zinf(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Exit code, stdout and stderr of a command."""
+    from zcompile.cli import main  # which imports triton, after what it reads is set
 
     def run(*argv: object) -> tuple[int, str, str]:
         code = main([str(arg) for arg in argv])

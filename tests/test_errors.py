@@ -22,6 +22,10 @@ SENTENCES = {
         ("regions", "fast", "is not one of auto, eager"),
         "regions='fast' is not one of auto, eager",
     ),
+    errors.LayoutInvalid: (
+        ("BigBird", "window=2", "must be odd"),
+        "BigBird: window=2 must be odd",
+    ),
     errors.UnknownOption: (
         ("tile_byte", ["tile_bytes", "dump"], "offload()"),
         "offload() does not know 'tile_byte'; did you mean 'tile_bytes'? (known: dump, tile_bytes)",

@@ -3,6 +3,7 @@
 import ast
 import functools
 import graphlib
+import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 FLOORS = (
     {"errors"},
+    {"sparse_attention"},
     {"ir"},
     {"machine"},
     {"config"},
@@ -235,6 +237,28 @@ def test_private_torch_lives_in_one_room():
 )
 def test_what_counts_as_private(name, private):
     assert is_private(name) is private
+
+
+KERNEL_SIDE = {"kernel", "table"}
+"""Modules of triton_kernels that need triton to be imported: ops import them when they launch."""
+
+
+def test_kernels_know_torch_and_triton_and_need_triton_only_to_be_launched():
+    ours = [module for module in MODULES if module.startswith("triton_kernels")]
+    known = {"torch", "triton", "triton_kernels", *sys.stdlib_module_names}
+    strangers = [
+        f"{module}:{line} imports {name}"
+        for module in ours
+        for name, line in imports(module)
+        if name.partition(".")[0] not in known
+    ]
+    assert not strangers, "\n".join(strangers)
+    for module in ours:
+        if module.rpartition(".")[2] not in KERNEL_SIDE:
+            at_import = {name for name, _ in imports(module, nodes_run_at_import)}
+            needs = [name for name in at_import if name.split(".")[0] == "triton"]
+            sides = [name for name in at_import if KERNEL_SIDE & set(name.split("."))]
+            assert not needs + sides, f"{module} needs triton to be imported"
 
 
 LOGS_AS = {"zcompile.passes.instrument": "zcompile.passes"}

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from triton_kernels import missing
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
 from zcompile.ir.units import Share, parse_budget, parse_rate, parse_size
 from zcompile.machine.files import find
@@ -25,6 +26,7 @@ PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes"
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
 
 REGIONS = ("auto", "eager")
+KERNELS = ("auto", "stock", "triton")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 
 
@@ -58,6 +60,9 @@ class Config:
     residency       after two steps, plan what rests on which tier, the device included; False:
                     entries stay where they were put first, and every use fetches
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
+    kernels         which kernels of our own are used, where they run: those that compute what sums
+                    over tiles anyway ("auto"), none ("stock"), or the fused AdamW too, which rounds
+                    otherwise than torch's ("triton")
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled
@@ -79,6 +84,7 @@ class Config:
     activations: str = "auto"
     residency: bool = True
     regions: str = "auto"
+    kernels: str = "auto"
     max_lead: int = 8
     tile_bytes: int | str | None = None
     mesh: bool | None = None
@@ -134,9 +140,12 @@ class Config:
             raise ConfigInvalid(
                 "param_dtype", self.param_dtype, "must be torch.bfloat16, torch.float16 or None"
             )
-        for name, known in (("regions", REGIONS), ("activations", ACTIVATIONS)):
+        choices = (("regions", REGIONS), ("activations", ACTIVATIONS), ("kernels", KERNELS))
+        for name, known in choices:
             if (value := getattr(self, name)) not in known:
                 raise ConfigInvalid(name, value, f"is not one of {', '.join(known)}")
+        if self.kernels == "triton" and (why := missing(self.device or "cpu")):
+            raise ConfigInvalid("kernels", self.kernels, f"cannot be had: {why}")
         if (
             isinstance(self.max_lead, bool)
             or not isinstance(self.max_lead, int)
@@ -158,6 +167,16 @@ class Config:
             f"param_dtype={self.param_dtype}": self.param_dtype is not None,
         }
         return ", ".join(text for text, holds in said.items() if holds)
+
+    @property
+    def tiles_by_kernels(self) -> bool:
+        """Whether kernels of our own compute tiles of a loss."""
+        return self.kernels != "stock" and not missing(self.device or "cpu")
+
+    @property
+    def steps_by_kernels(self) -> bool:
+        """Whether kernels of our own compute the rows of an optimizer's step."""
+        return self.kernels == "triton"
 
     @property
     def budgets(self) -> dict[str, int]:

@@ -27,6 +27,13 @@ class ConfigInvalid(ZinfError, ValueError):
         self.field = field
 
 
+class LayoutInvalid(ZinfError, ValueError):
+    """A layout of block-sparse attention cannot be, or does not fit what it is for."""
+
+    def __init__(self, what: str, given: str, why: str) -> None:
+        super().__init__(f"{what}: {given} {why}")
+
+
 class UnknownOption(ZinfError, TypeError):
     """A key names no field; the nearest known one is offered."""
 

@@ -185,11 +185,13 @@ def test_doctor_measures_a_directory_and_leaves_nothing_behind(zinf, tmp_path, i
     assert not [row for row in told["findings"] if row["stops"]]
 
 
-def test_doctor_speaks_to_a_person(zinf, installed):
+def test_doctor_speaks_to_a_person(zinf, installed, monkeypatch):
+    monkeypatch.setattr("triton_kernels.missing", lambda device: "there are none")
     code, out, _ = zinf("doctor")
     told = {row.split()[0] for row in out.splitlines()}
     assert code == 0
-    assert {"python", "torch", "triton", "cores", "device"} <= told
+    assert {"python", "torch", "triton", "kernels", "cores", "device"} <= told
+    assert "kernels     none: there are none" in out
 
 
 def test_doctor_stops_at_a_directory_that_is_not_there(zinf, tmp_path, installed):

@@ -90,6 +90,17 @@ def test_the_mlp_learns_within_its_budget() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
+def test_attention_over_few_blocks_learns_and_is_the_references() -> None:
+    given = ("--layout", "longformer", "--tokens", 200, "--block", 16, "--width", 32)
+    done = run("sparse_attention.py", *given, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    *lines, last = done.stdout.splitlines()
+    losses = [float(line.split()[-1]) for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert float(last.split()[-2]) < 1e-4
+
+
 def test_the_gpt_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -> None:
     done = run(
         "train_gpt.py", *TINY_GPT, "--data", text, "--disk", tmp_path, "--accumulate", 2, "--check"

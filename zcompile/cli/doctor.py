@@ -181,6 +181,7 @@ class Finding:
 class Examined:
     """What was found on this machine. Versions are None for packages that are not installed.
 
+    kernels  why those of our own do not run here; "" if they do
     machine  that a run plans for: the budgets it takes by default, free bytes on all disks
              together, and rates over them
     kept     path of the file with its rates
@@ -190,6 +191,7 @@ class Examined:
     torch: str
     torch_tested: str
     triton: str | None
+    kernels: str
     devices: tuple[Device, ...]
     cores: int
     huge_pages: str
@@ -213,6 +215,8 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
     """Look at everything once; what cannot be used becomes a finding, not an error."""
     import torch  # takes seconds; the commands that read a dump do without
 
+    from triton_kernels import missing
+
     findings = [*_installation(torch.cuda.is_available())]
     disks_found = []
     for path in disks:
@@ -233,6 +237,7 @@ def examine(disks: Sequence[Path], measure: bool) -> Examined:
         torch=torch.__version__,
         torch_tested=" to ".join(".".join(map(str, release)) for release in TESTED),
         triton=_version("triton"),
+        kernels=missing(devices[0].name),
         devices=devices,
         cores=cores(),
         huge_pages=_huge_pages(),
@@ -333,6 +338,8 @@ def _lines(found: Examined) -> Iterator[str]:
     yield f"python      {found.python}"
     yield f"torch       {found.torch} (tested: {found.torch_tested})"
     yield f"triton      {found.triton or 'not installed'}"
+    own = f"none: {found.kernels}" if found.kernels else "for tiles of a loss, and AdamW"
+    yield f"kernels     {own}"
     yield f"cores       {found.cores}"
     yield f"huge pages  {found.huge_pages}"
     for device in found.devices:

@@ -22,7 +22,7 @@ from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
-from zcompile.ir.graph import assign_phases, find, module_of, phase_of
+from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
 from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import (
@@ -177,6 +177,8 @@ class _Graph:
         saved: list[fx.Node] = []
         symbols: list[fx.Node] = []
         for node in joint.graph.nodes:
+            if is_subgraph(node):
+                continue  # each phase has those that its ops are given
             pin_phase(node, phase_of(node) is Phase.BACKWARD)
             if node.name in self.plan.params and not _gathered_in_backward(node):
                 save_unchecked(node)  # only its gradient is taken home; its value is not read

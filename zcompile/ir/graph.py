@@ -140,6 +140,11 @@ def is_compute(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target not in ops.OURS
 
 
+def is_subgraph(node: fx.Node) -> bool:
+    """Whether a node is no value but a graph that an op is given, as the mask of flex_attention."""
+    return node.op == "get_attr" and "val" not in node.meta
+
+
 def output_of(graph: fx.Graph) -> fx.Node:
     output: fx.Node
     (output,) = graph.find_nodes(op="output")

@@ -83,7 +83,7 @@ def pipeline(
     whole = Trial((tiles, replace(activations, compares=False), rewrite, *gathered, split), tried)
     again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (
-        TileLoss(tile_bytes),  # a loss over a large vocabulary runs over tiles of it
+        TileLoss(tile_bytes, config.tiles_by_kernels),  # a loss over a large vocabulary is tiled
         # What is cut, and how finely: by trials.
         ChooseTiles(tile_bytes, whole, again, config.param_dtype is not None),
         TileTokens(),  # what fits over slices of tokens only

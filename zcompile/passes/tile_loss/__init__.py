@@ -38,9 +38,11 @@ class TileLoss(Pass):
     bits. Where logits are small nothing is changed, and every bit stays.
 
     tile_bytes  working memory of a piece of logits; None: a share of the device budget
+    fused       kernels compute what follows the products of a tile; else torch's ops do
     """
 
     tile_bytes: int | None = None
+    fused: bool = False
 
     name: ClassVar[str] = "tile-loss"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -51,7 +53,8 @@ class TileLoss(Pass):
             return plan
         share = (plan.budget_bytes or 0) // SHARE_OF_BUDGET
         for softmax in find(graph, SOFTMAX):
-            plan = _tile(graph, softmax, plan, self.tile_bytes or share, self.tile_bytes is None)
+            given = self.tile_bytes or share, self.tile_bytes is None, self.fused
+            plan = _tile(graph, softmax, plan, *given)
         return plan
 
 
@@ -63,7 +66,12 @@ def _nbytes(value: torch.Tensor) -> int:
 
 
 def _tile(
-    graph: fx.Graph, softmax: fx.Node, plan: GraphPlan, tile_bytes: int, at_will: bool
+    graph: fx.Graph,
+    softmax: fx.Node,
+    plan: GraphPlan,
+    tile_bytes: int,
+    at_will: bool,
+    fused: bool,
 ) -> GraphPlan:
     """Tile the loss around a log-softmax, if it can be; the plan says why not.
 
@@ -84,7 +92,7 @@ def _tile(
     if cut is None:
         return plan
     where = _weight_of(loss, plan)
-    rewrite_loss(graph, Tiles(loss, cut, dtype), plan.params)
+    rewrite_loss(graph, Tiles(loss, cut, dtype, fused), plan.params)
     summed = f"the loss is summed over {_pieces(loss, cut)} pieces of its logits"
     return replace(plan, roundings=(*plan.roundings, Rounding(TileLoss.name, where, summed)))
 

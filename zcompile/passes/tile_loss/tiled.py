@@ -1,7 +1,7 @@
 """Writes a loss over a vocabulary tile by tile: no value has one number per token and class.
 
-What is computed of a tile stands in `formulas.py`, as torch functions; here each is written into
-the graph for every slice of tokens and tile of classes.
+What is computed of a tile stands in `formulas.py`, as torch functions, and for kernels in
+`fused.py`; here each is written into the graph for every slice of tokens and tile of classes.
 
 The gradient of the weight is sent home tile by tile if the parameter is tiered, or put together:
 
@@ -20,7 +20,7 @@ forward with `rewrite_loss`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,7 @@ from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, output_of, phase_of
 from zcompile.ir.rewrite import GraphBuilder
 from zcompile.ir.torch_compat import gradient_of, handle_input
 from zcompile.ir.types import NodeName, ParamSpec
-from zcompile.passes.tile_loss import formulas
+from zcompile.passes.tile_loss import formulas, fused
 from zcompile.passes.tile_loss.formulas import IGNORED, Seen, Slice
 from zcompile.passes.tile_loss.match import PICKS, UNPICKS, Gradients, Loss, picks
 
@@ -100,11 +100,19 @@ class Tiles:
     """A loss and how it is cut.
 
     dtype  in which exponentials are summed, and gradients over tiles
+    fused  kernels compute what follows the products of a tile (`fused.py`), else torch's ops do
+           (`formulas.py`)
     """
 
     loss: Loss
     cut: Cut
     dtype: torch.dtype
+    fused: bool = False
+
+    @property
+    def formulas(self) -> ModuleType:
+        """What computes `see_tile` and `tile_gradient`."""
+        return fused if self.fused else formulas
 
     @property
     def classes(self) -> list[tuple[int, int]]:
@@ -353,7 +361,7 @@ def write_backward(
         weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
         tile = []
         for n, piece in enumerate(slices):
-            made, target = build.splice(formulas.tile_gradient, piece, weight, bias, dtype)
+            made, target = build.splice(tiles.formulas.tile_gradient, piece, weight, bias, dtype)
             slices[n] = piece._replace(target=target)
             tile.append(made)
         if gradients.rows is not None:
@@ -441,7 +449,7 @@ def _forward(build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node) 
     for a, b in tiles.classes:
         weight, bias = tiles.weight(build, a, b), tiles.bias(build, a, b)
         seen = [
-            build.splice(formulas.see_tile, so_far, piece, weight, bias, dtype)
+            build.splice(tiles.formulas.see_tile, so_far, piece, weight, bias, dtype)
             for so_far, piece in zip(seen, slices, strict=True)
         ]
     log_norm = build.join_rows([build.splice(formulas.log_norm_of, part) for part in seen])

@@ -26,6 +26,7 @@ from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import EntryIndex, Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, trees
 from zcompile.ir.types import Layout
+from zcompile.runtime.eager.own_kernels import computes
 from zcompile.runtime.eager.rows import (
     Application,
     CopyCasts,
@@ -130,10 +131,11 @@ class StreamedCall:
         narrowed = self._narrow(columns, numel)
         joins = can_run_as_lists(app) and target is None
         shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
+        func = computes(app, session_of(self.entries[0]).config.steps_by_kernels)
         compute = Chunked(
-            app.func, spec, places, len(columns), target is not None, changes, narrowed, joins
+            func, spec, places, len(columns), target is not None, changes, narrowed, joins
         )
-        how = app.func, spec, places, target is None, changes, narrowed, joins
+        how = func, spec, places, target is None, changes, narrowed, joins
         self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
         return Row(numel, tuple(columns), tuple(plains), compute)
 
@@ -250,12 +252,13 @@ def _apply_changes(
 class Chunked:
     """Applies an op to a range of elements: columns are chunks already, plain tensors are cut.
 
+    func      the op, or a kernel of ours in its place
     changes   deferred changes to apply before: (column, which plain is the operand, change)
     narrowed  casts to make afterwards
     in_lists  rows that differ in their operands only are computed in one call
     """
 
-    func: Dispatched
+    func: Callable[..., Any]
     spec: Any
     places: tuple[int, ...]
     columns: int
@@ -345,7 +348,7 @@ class _JointCall:
              so that only a simulated step joins them
     """
 
-    func: Dispatched
+    func: Callable[..., Any]
     args: tuple[_Operand, ...]
     kwargs: dict[str, _Operand]
     numels: tuple[int, ...]

@@ -1,0 +1,1 @@
+"""AdamW over the rows of a step, in one launch."""

@@ -1,0 +1,1 @@
+"""Many small gradients packed into one buffer, in one launch."""

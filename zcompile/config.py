@@ -60,9 +60,8 @@ class Config:
     residency       after two steps, plan what rests on which tier, the device included; False:
                     entries stay where they were put first, and every use fetches
     regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
-    kernels         which kernels of our own are used, where they run: those that compute what sums
-                    over tiles anyway ("auto"), none ("stock"), or the fused AdamW too, which rounds
-                    otherwise than torch's ("triton")
+    kernels         whether kernels of our own are used on CUDA: "triton"; "stock": torch's; "auto"
+                    means "stock" until ours have been run on a card and are faster there
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled
@@ -171,7 +170,7 @@ class Config:
     @property
     def tiles_by_kernels(self) -> bool:
         """Whether kernels of our own compute tiles of a loss."""
-        return self.kernels != "stock" and not missing(self.device or "cpu")
+        return self.kernels == "triton"
 
     @property
     def steps_by_kernels(self) -> bool:

@@ -76,13 +76,10 @@ def test_on_the_cpu_device_torchs_ops_compute_tiles():
 
 
 @pytest.mark.parametrize(
-    ("kernels", "why", "fused"),
-    [("auto", "", True), ("auto", "there is none", False), ("stock", "", False)],
+    ("kernels", "fused"), [("auto", False), ("stock", False), ("triton", True)]
 )
-def test_where_kernels_run_they_compute_tiles_unless_stock_is_asked_for(
-    kernels, why, fused, monkeypatch
-):
-    monkeypatch.setattr("zcompile.config.missing", lambda device: why)
+def test_kernels_compute_tiles_where_they_are_asked_for(kernels, fused, monkeypatch):
+    monkeypatch.setattr("zcompile.config.missing", lambda device: "")
     (first, *_) = pipelines.pipeline(Config(device="cpu", kernels=kernels))
     assert first == TileLoss(None, fused=fused)
 
@@ -96,7 +93,9 @@ def test_a_model_trains_by_the_ops_of_kernels(monkeypatch, tmp_path):
         torch.manual_seed(0)
         model = call = pattern.build()
         if offloads:
-            zcompile.offload(model, device="cpu", tile_bytes=2 * SMALL, dump=tmp_path)
+            zcompile.offload(
+                model, device="cpu", tile_bytes=2 * SMALL, dump=tmp_path, kernels="triton"
+            )
             torch._dynamo.reset()
             call = torch.compile(model, backend="zinf")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

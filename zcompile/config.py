@@ -24,7 +24,7 @@ LINKS = TIER_LINKS
 PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
 
-REGIONS = ("auto", "eager")
+REGIONS = ("auto", "eager", "inductor")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 
 
@@ -57,7 +57,9 @@ class Config:
                     "keep": they are kept all the same
     residency       after two steps, plan what rests on which tier, the device included; False:
                     entries stay where they were put first, and every use fetches
-    regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
+    regions         how compute between transfers is run: "eager" (bit-exact); "inductor": what lies
+                    between library calls is compiled by torch's Inductor, and rounds as it does
+                    under torch.compile; "auto" means "eager"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled

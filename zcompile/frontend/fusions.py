@@ -222,22 +222,25 @@ def _on_a_thread(work: Callable[[], T], device: torch.device) -> T | Exception:
     raises  KeyboardInterrupt, once the thread has ended; a second one at once
     """
     done: list[T | Exception] = []
+    ended = threading.Event()  # a thread whose join was interrupted counts as ended (CPython 3.11)
 
     def run() -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             done.append(work())
         except Exception as error:  # noqa: BLE001  # what Inductor cannot compile has no class
             done.append(error)
+        finally:
+            ended.set()
 
     thread = threading.Thread(target=run, name="zinf-inductor", daemon=True)
     try:
         with deferred_interrupts():  # it has begun, or it has not
             thread.start()
-        thread.join()
+        ended.wait()
     except KeyboardInterrupt:
-        thread.join()  # torch's settings are changed while it runs
+        ended.wait()  # torch's settings are changed while it runs
         raise
     (result,) = done
     return result

@@ -95,7 +95,7 @@ def test_one_disk_or_several(tmp_path):
         ({"device": "cuda9"}, "device='cuda9' is not a torch device; use 'cuda' or 'cpu'"),
         ({"device": "meta"}, "device='meta' is not supported; use 'cuda' or 'cpu'"),
         ({"device": "cpu", "throttle": {"h2d": "1GB"}}, "throttle.'h2d'.='1GB' cannot be used"),
-        ({"regions": "inductor"}, "regions='inductor' is not one of auto, eager"),
+        ({"regions": "fast"}, "regions='fast' is not one of auto, eager, inductor"),
         ({"max_lead": -1}, "max_lead=-1 must be an int of regions"),
         ({"max_lead": 1.5}, "max_lead=1.5 must be"),
         ({"max_lead": True}, "max_lead=True must be"),

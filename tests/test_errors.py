@@ -19,8 +19,8 @@ TROUBLESHOOTING = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
 
 SENTENCES = {
     errors.ConfigInvalid: (
-        ("regions", "fast", "is not one of auto, eager"),
-        "regions='fast' is not one of auto, eager",
+        ("regions", "fast", "is not one of auto, eager, inductor"),
+        "regions='fast' is not one of auto, eager, inductor",
     ),
     errors.LayoutInvalid: (
         ("BigBird", "window=2", "must be odd"),
@@ -80,6 +80,11 @@ SENTENCES = {
         ("cuda:0", 80 * GiB, 70 * GiB),
         "device_memory asks for 80.0 GiB on cuda:0, which has 70.0 GiB free; lower device_memory "
         "or free the device",
+    ),
+    errors.CompilerMissing: (
+        ("cpu", "a C++ compiler (apt-get install g++)"),
+        "regions='inductor' compiles for the cpu device with a C++ compiler (apt-get install g++), "
+        "which this machine lacks; install it, or give regions='eager', which needs no compiler",
     ),
     errors.ModelWrapped: (
         ("DistributedDataParallel",),

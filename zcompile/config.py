@@ -25,7 +25,7 @@ LINKS = TIER_LINKS
 PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
 
-REGIONS = ("auto", "eager")
+REGIONS = ("auto", "eager", "inductor")
 KERNELS = ("auto", "stock", "triton")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 
@@ -59,7 +59,9 @@ class Config:
                     "keep": they are kept all the same
     residency       after two steps, plan what rests on which tier, the device included; False:
                     entries stay where they were put first, and every use fetches
-    regions         how compute between transfers is run: "eager" (bit-exact); "auto" means "eager"
+    regions         how compute between transfers is run: "eager" (bit-exact); "inductor": what lies
+                    between library calls is compiled by torch's Inductor, and rounds as it does
+                    under torch.compile; "auto" means "eager"
     kernels         whether kernels of our own are used on CUDA: "triton"; "stock": torch's; "auto"
                     means "stock" until ours have been run on a card and are faster there
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off

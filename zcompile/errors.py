@@ -240,6 +240,16 @@ class Unsupported(ZinfError, NotImplementedError):
         super().__init__(f"{what}; {todo}")
 
 
+class CompilerMissing(ZinfError, RuntimeError):
+    """Regions were to be compiled by Inductor, and what it compiles with is not there."""
+
+    def __init__(self, device: str, missing: str) -> None:
+        super().__init__(
+            f"regions='inductor' compiles for the {device} device with {missing}, which this "
+            "machine lacks; install it, or give regions='eager', which needs no compiler"
+        )
+
+
 class PassOrder(ZinfError, RuntimeError):
     """A pass was asked to run before the facts it needs hold."""
 

@@ -33,7 +33,8 @@ def test_it_is_a_plain_dict_of_plain_numbers(trained):
     stats = zcompile.stats(trained)
     assert isinstance(stats, dict)
     assert json.loads(json.dumps(stats)) == stats
-    assert set(stats) == {*GROUPS, *COUNTS, "step_s", "predicted", "inexact"}
+    assert set(stats) == {*GROUPS, *COUNTS, "step_s", "predicted", "inexact", "fusions"}
+    assert stats["fusions"] is None, "regions are eager"
     assert stats["step_s"] is None, "the first whole step has not ended"
     assert stats["predicted"] is None, "no step was planned yet"
     for group, (keys, kind) in GROUPS.items():

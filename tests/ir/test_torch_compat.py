@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from contracts_of_failures import CONTRACTS, contract
+from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor
 from torch.nn.utils import parametrize

@@ -18,6 +18,7 @@ from torch import fx
 
 from zcompile.config import Config, with_plan_options
 from zcompile.errors import ConfigInvalid, Unsupported, ZinfError
+from zcompile.frontend.fusions import compiler_of
 from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
@@ -247,7 +248,9 @@ class _Graph:
             tried += 1
             work.begin(f"{work.step.partition(', trial')[0]}, trial {tried}")
 
-        passes = pipeline(self.config, around, trial)
+        session = self.session()
+        compiler = None if session is None else compiler_of(session, self.config)
+        passes = pipeline(self.config, around, trial, compiler)
         with working("passes", len(passes)) as work:
             return run(gm, plan, passes, watch=self.watch, begins=begins)
 

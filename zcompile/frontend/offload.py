@@ -25,6 +25,7 @@ from torch.utils import swap_tensors
 from zcompile.config import Config, build
 from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
+from zcompile.frontend.fusions import check_compiler
 from zcompile.frontend.movable import (
     check_model,
     check_movable,
@@ -132,7 +133,7 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 
     config, fields  a `Config`, or its fields, or both (fields win)
     raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
-            ModelWrapped, Unsupported
+            ModelWrapped, Unsupported, CompilerMissing
     """
     check_model(model)
     tiered = [p for p in model.parameters() if isinstance(p, TieredTensor)]
@@ -306,9 +307,12 @@ def one_weight_at_a_time() -> Iterator[None]:
 def open_session(config: Config, opening: Opening = open_resources) -> Session:
     """A session with what only this package knows.
 
-    raises  as `opening`; Unsupported, if there are several ranks and no mesh=False
+    raises  as `opening`; Unsupported, if there are several ranks and no mesh=False;
+            CompilerMissing
     """
     refuse_ranks(config.mesh)
+    if config.regions == "inductor":
+        check_compiler(torch.device(config.device or "cpu"))
     tell_of_compiling(compiling_begins, compiling_ends)
     if config.emulates_unasked:
         _tell_that_the_device_is_emulated()

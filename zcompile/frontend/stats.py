@@ -59,6 +59,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     inexact       where results may round otherwise than eager's, since tiles or slices are summed
                   up: `where` (a weight or module), `by` which pass, `why`; empty: all bits are the
                   same
+    fusions       with regions="inductor": how many `distinct` ones there are, those that were
+                  `compiled` (or taken from torch's caches), those `loaded` from beside the run,
+                  and what was `refused` and why: it is run eagerly. None with eager regions
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """
@@ -68,6 +71,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     measured["inexact"] = [
         {"where": where, "by": by, "why": why} for (where, by), why in session.inexact.items()
     ]
+    measured["fusions"] = None if session.fusions is None else session.fusions.as_stats()
     measured["step_s"] = session.executor.clocks.step_s()
     measured["predicted"] = session.controller.prediction()
     if reset:

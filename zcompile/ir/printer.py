@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from zcompile.ir.effects import COMPUTE, ENTRY, IN, OUT, Effects, Slot
+from zcompile.ir.fusions import fusions_of
 from zcompile.ir.graph import phase_of
 from zcompile.ir.schedule import Departure, RegionProgram, Schedule
 from zcompile.ir.torch_compat import Dispatched
@@ -75,12 +76,19 @@ def line(node: fx.Node) -> str:
 
 
 def text(graph: fx.Graph, live: Sequence[int] | None = None) -> str:
-    """The graph by phase, one node a line.
+    """The graph by phase, one node a line. What Inductor compiles in one piece is bracketed:
+
+        / %add: f32[4, 32] = aten.add.Tensor(%x, %y)
+        | %native_layer_norm = aten.native_layer_norm(%add, ...)
+        \\ %getitem: f32[4, 32] = getitem(%native_layer_norm, 0)
 
     live  bytes live while each node runs, for a column at the right; None: no column
     """
     rows: list[str] = []
     phase = None
+    brackets: dict[fx.Node, str] = {}
+    for members in fusions_of(graph.nodes).values():
+        brackets |= dict.fromkeys(members, "|") | {members[0]: "/", members[-1]: "\\"}
     for index, node in enumerate(graph.nodes):
         if node.op == "placeholder":
             continue
@@ -88,7 +96,7 @@ def text(graph: fx.Graph, live: Sequence[int] | None = None) -> str:
             phase = phase_of(node)
             rows.append(f"{phase.value}:")
         size = "" if live is None else show_size(live[index])
-        rows.append(f"  {line(node):<86} {size}".rstrip())
+        rows.append(f"{brackets.get(node, ' ')} {line(node):<86} {size}".rstrip())
     return "\n".join(rows) + "\n"
 
 

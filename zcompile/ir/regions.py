@@ -16,6 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from zcompile.ir.fusions import (
+    fused_of,
+    fusion_of,
+    fusions_of,
+    made_by,
+    read_by,
+    views_of_results,
+)
 from zcompile.ir.printer import target_of
 from zcompile.ir.types import Region
 from zcompile.ir.work import total_work, work_of
@@ -78,6 +86,10 @@ def structure(nodes: Sequence[fx.Node]) -> str:
         args = _canonical((node.args, node.kwargs), number)
         parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}")
     parts.append(str([number[node] for node in outputs_of(nodes)]))
+    for members in _fused_among(nodes).values():
+        fused = fused_of(members[0])
+        assert fused is not None, "those are fused"
+        parts.append(f"{fused.key}{[number[node] for node in members]}")
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -100,10 +112,22 @@ def _canonical(value: object, number: dict[fx.Node, int]) -> str:
 
 
 def _summary(nodes: Sequence[fx.Node]) -> str:
-    """The ops of a region for people, as "mm*2 relu"."""
-    counts = Counter(target_of(node).removeprefix("aten.").split(".")[0] for node in nodes)
+    """The ops of a region for people, as "mm*2 relu", or "mm fused(add native_layer_norm)"."""
+    counts: Counter[str] = Counter()
+    fused = _fused_among(nodes)
+    for node in nodes:
+        number = fusion_of(node) if fused_of(node) is not None else None
+        if number is None:
+            counts[_name(node)] += 1
+        elif members := fused.pop(number, None):
+            names = dict.fromkeys(_name(member) for member in members)
+            counts[f"fused({' '.join(name for name in names if name != 'getitem')})"] += 1
     counts.pop("getitem", None)
     return " ".join(name if n == 1 else f"{name}*{n}" for name, n in counts.items()) or "getitem"
+
+
+def _name(node: fx.Node) -> str:
+    return target_of(node).removeprefix("aten.").split(".")[0]
 
 
 def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.GraphModule:
@@ -124,13 +148,37 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.Gra
         node: graph.call_function(getitem, (targets, position))
         for position, node in enumerate(products)
     }
+    fused = _fused_among(nodes)
     for node in nodes:
+        number = fusion_of(node) if fused_of(node) is not None else None
+        if number is not None:
+            if members := fused.pop(number, None):
+                _call_fused(graph, members, env)
+            continue
         made = env[node] = graph.node_copy(node, env.__getitem__)
         if node in place:
             made.target = aten.mm.out
             made.kwargs = {**made.kwargs, "out": place[node]}
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
     return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _fused_among(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
+    """The compiled fusions of a region, each with its nodes."""
+    return fusions_of(node for node in nodes if fused_of(node) is not None)
+
+
+def _call_fused(graph: fx.Graph, members: Sequence[fx.Node], env: dict[fx.Node, fx.Node]) -> None:
+    """Call what a fusion was compiled to, and take the views of its results that others read."""
+    fused = fused_of(members[0])
+    assert fused is not None, "those are fused"
+    made = made_by(members)
+    results = graph.call_function(fused.call, tuple(env[n] for n in read_by(members, made)))
+    for position, node in enumerate(made):
+        env[node] = graph.call_function(getitem, (results, position))
+        env[node].meta["val"] = node.meta["val"]
+    for node in views_of_results(members):
+        env[node] = graph.node_copy(node, env.__getitem__)
 
 
 # --- Regions that run one after the other ---

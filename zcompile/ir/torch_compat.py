@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,10 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import CompileContext, TracingContext
+from torch._guards import tracing as _tracing
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
@@ -855,3 +859,216 @@ def without_recompile_limit() -> Any:
 
 
 _MANY = 1 << 30
+
+
+# --- Inductor ---
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What Inductor made of a graph.
+
+    call      values in, a sequence of results out
+    artifact  what `save_compiled` writes; None: it cannot be saved
+    facts     None, if torch had it in its cache and did not schedule it anew
+    """
+
+    call: Callable[..., Sequence[Any]]
+    artifact: Any
+    facts: "CompiledFacts | None"
+
+
+@dataclass(frozen=True)
+class CompiledFacts:
+    """What is known of the code that Inductor wrote for a graph.
+
+    nbytes   live at its peak, of what it makes
+    kernels  that it runs
+    strides  of each result; None where it is not known
+    library  what it calls that is not its own code, the first; "": nothing
+    shared   name of a result that is not a fresh buffer of its own; "": there is none
+    """
+
+    nbytes: int
+    kernels: int
+    strides: tuple[tuple[int, ...] | None, ...]
+    library: str = ""
+    shared: str = ""
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What Inductor needs to compile for a device and does not find, with what to do; "": it has
+    all."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "Triton for this GPU (pip install triton)"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (apt-get install g++, or name one in the environment's CXX)"
+    return ""
+
+
+def compiled_for(device: torch.device) -> str:
+    """What Inductor compiles for: code for one is not code for another."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return f"{name} {torch.cuda.get_device_capability(device)}"
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return f"{pick_vec_isa()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def compile_by_inductor(
+    gm: fx.GraphModule,
+    layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]],
+    threads: int,
+    cached: bool = True,
+) -> Compiled:
+    """Compile a functional graph of static sizes, in a thread in which nothing is traced.
+
+    No memory of the device is used for it.
+
+    layouts  size, stride, dtype and device of each input
+    threads  that the code for the CPU computes in
+    cached   whether torch's caches may answer, and the result can be saved
+    raises   whatever Inductor raises of a graph that it cannot compile
+    """
+    from torch._inductor import config, standalone_compile
+
+    watch = _schedule_watch()
+    patches: dict[str, Any] = {
+        "_post_fusion_custom_pass": watch,
+        "cpp.threads": threads,
+        "fallback_random": True,
+        "force_disable_caches": not cached,
+        "triton.cudagraphs": False,
+    }
+    if hasattr(config, "deterministic"):
+        patches["deterministic"] = True  # kernels are not chosen by timing them
+    shapes = _ShapeEnv()
+    fake = _FakeTensorMode(shape_env=shapes)
+    with torch.no_grad(), fake:
+        inputs: list[Any] = [
+            torch.empty_strided(size, stride, dtype=dtype, device=device)
+            for size, stride, dtype, device in layouts
+        ]
+    with torch.no_grad(), _tracing(TracingContext(fake)):
+        artifact = standalone_compile(
+            gm,
+            inputs,
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": patches},
+        )
+    facts = None if watch.graph is None else _facts_of(watch.graph)
+    return Compiled(artifact, artifact if _can_be_saved(artifact) else None, facts)
+
+
+def _can_be_saved(artifact: Any) -> bool:
+    saved = getattr(artifact, "_artifacts", None)
+    return saved is not None and len(saved[1].aot_autograd_artifacts) == 1
+
+
+def save_compiled(artifact: Any, path: str) -> None:
+    """Write `Compiled.artifact` to a file. raises  OSError"""
+    artifact.save(path=path, format="binary")
+
+
+def load_compiled(path: str) -> Callable[..., Sequence[Any]]:
+    """What `save_compiled` wrote, as a call. It unpickles: the file must be the user's own.
+
+    raises  OSError, and whatever torch raises of a file that is no artifact of this torch
+    """
+    from torch._inductor.standalone_compile import CompiledArtifact
+
+    call: Callable[..., Sequence[Any]] = CompiledArtifact.load(path=path, format="binary")
+    return call
+
+
+def inductor_folder() -> str:
+    """The directory of torch's caches, which is made if it is not there."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return str(cache_dir())
+
+
+@cache
+def _watch_class() -> Any:
+    """The class of `_schedule_watch`: of a kind that torch's cache knows how to ask for its id."""
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.virtualized import V
+
+    kind = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+    class Watch(kind):  # type: ignore[misc, valid-type]  # which torch has
+        """Remembers what is scheduled, and changes nothing."""
+
+        graph: Any = None
+
+        def __call__(self, nodes: Any) -> Any:
+            self.graph = V.graph
+            return nodes
+
+        def uuid(self) -> bytes:
+            return b"zcompile: looks, and changes nothing"
+
+        def __reduce__(self) -> Any:  # torch's caches pickle it, as a part of their key
+            return _schedule_watch, ()
+
+    return Watch
+
+
+def _schedule_watch() -> Any:
+    return _watch_class()()
+
+
+def _facts_of(graph: Any) -> CompiledFacts:
+    """Read off the lines of the code that Inductor has written for a graph what it allocates, when
+    that is freed, and what it calls."""
+    results = list(graph.get_output_names())
+    fresh = set[str]()
+    live = most = kernels = 0
+    sizes: dict[str, int] = {}
+    library = ""
+    for line in graph.wrapper_code.lines:
+        kind = type(line).__name__
+        if kind == "AllocateLine":
+            name = line.node.get_name()
+            sizes[name] = _allocated_bytes(line.node)
+            fresh.add(name)
+            live += sizes[name]
+            most = max(most, live)
+        elif kind == "ReuseLine":
+            sizes[line.reused_as.get_name()] = sizes.pop(line.node.get_name())
+            fresh.add(line.reused_as.get_name())
+        elif kind in ("FreeIfNotReusedLine", "FreeLine") and not getattr(line, "is_reused", False):
+            name = line.node.get_name()
+            live -= 0 if name in results else sizes.pop(name, 0)
+        elif kind == "KernelCallLine":
+            kernels += 1
+        elif kind.startswith("Extern") or kind.endswith("FallbackLine"):
+            library = library or str(getattr(line.node, "python_kernel_name", kind))
+    strides = tuple(_stride_of(x) for x in graph.graph_outputs)
+    shared = next((name for name in results if name not in fresh or results.count(name) > 1), "")
+    return CompiledFacts(most, kernels, strides, library, shared)
+
+
+def _allocated_bytes(buffer: Any) -> int:
+    """Bytes of the storage of a buffer whose sizes are numbers."""
+    steps = zip(buffer.get_size(), buffer.get_stride(), strict=True)
+    dims = [(int(n), int(step)) for n, step in steps]
+    if any(n == 0 for n, _ in dims):
+        return 0
+    span = 1 + sum((n - 1) * step for n, step in dims)
+    return span * int(buffer.get_dtype().itemsize)
+
+
+def _stride_of(result: Any) -> tuple[int, ...] | None:
+    found = getattr(result, "get_stride", lambda: None)()
+    if found is None:
+        return None
+    return tuple(int(n) for n in found)

@@ -1,7 +1,8 @@
 """Counts the work of a region from its nodes: FLOPs, bytes and kernels.
 
 Formulas of matrix products, convolutions and attention are torch's own. Every other op counts by
-the bytes that it reads and writes; a view costs nothing.
+the bytes that it reads and writes; a view costs nothing. A fusion (`fusions.py`) reads what it is
+given and writes what others read of it; what is between it keeps in registers.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from zcompile.ir.fusions import fused_of, fusion_of, fusions_of, made_by, read_by
 from zcompile.ir.graph import bases_of, is_compute, phase_of
 from zcompile.ir.torch_compat import hint
 from zcompile.ir.types import Phase, Work
@@ -29,8 +31,13 @@ def work_of(nodes: Sequence[fx.Node]) -> Work:
     """The work of a region of these nodes; each has `meta["val"]`, as tracing leaves it."""
     flops = Counter[str]()
     dense_nbytes = nbytes = ops = 0
+    for members in fusions_of(nodes).values():
+        made = made_by(members)
+        nbytes += sum(_nbytes(n) for n in (*read_by(members, made), *made))
+        fused = fused_of(members[0])
+        ops += 1 if fused is None else fused.kernels
     for node in nodes:
-        if not _computes(node):
+        if not _computes(node) or fusion_of(node) is not None:
             continue
         ops += 1
         touched = touched_bytes(node)

@@ -28,6 +28,10 @@ Aliasing is read from the schemas of ops, bytes from the fake tensors of tracing
 The bytes beside each line of a dump are counted in the same way, with the slots of gathered
 parameters (`footprint(..., slots=True)`).
 
+A fusion (`ir/fusions.py`) is one call: what it reads lives until it is over. Once it is compiled,
+its results begin to live with it, and what it takes at its peak beyond them is a storage of its
+own; as long as it is not, its nodes count one by one.
+
 The file has four parts: when gradients in flight are joined (`plan_joins`), who keeps which storage
 alive (`StorageWalk`), the footprint of a graph, and the live bytes of a schedule, instruction by
 instruction (`memory_profile`).
@@ -44,6 +48,7 @@ import torch
 from torch import Tensor, fx
 
 from zcompile.ir import ops
+from zcompile.ir.fusions import fused_of, fusion_of, fusions_of, made_by
 from zcompile.ir.graph import (
     KEEP_STRIDES,
     is_compute,
@@ -232,6 +237,10 @@ class StorageWalk:
         if all(n.op != "call_function" or i >= self.boundary for i, n in enumerate(self.nodes)):
             self.boundary = len(self.nodes)
         self.results = set(output_of(graph).all_input_nodes)
+        fusions = fusions_of(self.nodes)
+        self.ends = {number: self.where[members[-1]] for number, members in fusions.items()}
+        self.begins = {number: self.where[members[0]] for number, members in fusions.items()}
+        self.made = {_maker(n) for members in fusions.values() for n in made_by(members)}
         self.storages: list[Storage] = []
         self.keyed: dict[str, Storage] = {}
         self.parts: dict[fx.Node, list[list[Storage]]] = {}
@@ -250,6 +259,8 @@ class StorageWalk:
                 self.parts[node] = [self._placed(index, node)]
             elif is_compute(node) or (self.slots and node.target in SLOTTED):
                 self.parts[node] = self._made(index, node)
+                if (number := fusion_of(node)) is not None and index == self.ends[number]:
+                    self._work_within(index, node)
         for node in self.parts:
             self._read(node)
         return self._depart()
@@ -278,12 +289,38 @@ class StorageWalk:
         value = node.meta.get("val")
         values = list(value) if isinstance(value, list | tuple) else [value]
         made = []
+        number = fusion_of(node)
+        fused = fused_of(node) is not None
         for part, (result, sources) in enumerate(
             zip(values, storage_sources(node, len(values)), strict=True)
         ):
             shared = unique(p for s in sources for p in self.parts.get(s, ()))
-            made.append(shared if sources else self._fresh(index, node, part, result))
+            if sources:
+                made.append(shared)
+            elif fused and number is not None:
+                outlives = (node, part) in self.made
+                first = self.begins[number]
+                made.append(self._fresh(first, node, part, result) if outlives else [])
+            else:
+                made.append(self._fresh(index, node, part, result))
         return made
+
+    def _work_within(self, index: int, node: fx.Node) -> None:
+        """Add what a compiled fusion takes at its peak beyond its results. `node`: its last."""
+        fused, number = fused_of(node), fusion_of(node)
+        if fused is None or number is None:
+            return
+        first = self.begins[number]
+        made = unique(p for n in self.nodes[first : index + 1] for p in self.parts[n])
+        made = [s for s in made if (s.maker, s.part) in self.made and s.first == first]
+        nbytes = fused.nbytes - sum(s.nbytes for s in made)
+        if nbytes > 0:
+            self.storages.append(Storage(self.nodes[first], 0, nbytes, first, index))
+
+    def _until(self, reader: fx.Node) -> int:
+        """Index of the node at which a reader is over: the last of its fusion, if it is in one."""
+        number = fusion_of(reader)
+        return self.where[reader] if number is None else self.ends[number]
 
     def _fresh(self, index: int, node: fx.Node, part: int, value: object) -> list[Storage]:
         """The new storage of one result; none for an empty value, or one on another device."""
@@ -307,8 +344,8 @@ class StorageWalk:
         held = unique(self.parts[node])
         if not held:
             return
-        last = self.where[node]
-        readers = {self.where[user] for user in node.users if user.op != "output"}
+        last = self._until(node)
+        readers = {self._until(user) for user in node.users if user.op != "output"}
         if node in self.results or (node.op == "placeholder" and not readers):
             last = len(self.nodes) - 1 if self._ends_last(node) else self.boundary - 1
         for storage in held:
@@ -387,6 +424,16 @@ class StorageWalk:
         index = self.where[node]
         self.storages.append(Storage(node, 0, _dense_bytes(value), index, index))
         return [self.storages[-1]]
+
+
+def _maker(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op that makes a fresh value, and the number of its result that this is."""
+    if node.target is not getitem:
+        return node, 0
+    parent, part = node.args
+    assert isinstance(parent, fx.Node)
+    assert isinstance(part, int)
+    return parent, part
 
 
 def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:

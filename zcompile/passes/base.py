@@ -24,7 +24,9 @@ class Fact(enum.Enum):
     PARAMS_NARROWED = "params narrowed"
     PARAMS_RELEASED = "params released"
     GRADS_REDUCED = "gradients reduced"
+    FUSIONS_FOUND = "fusions found"
     REGIONS_CUT = "regions cut"
+    FUSIONS_COMPILED = "fusions compiled"
     BUDGET_SPLIT = "budget split"
 
 

@@ -28,7 +28,7 @@ class CutRegions(Pass):
 
     name: ClassVar[str] = "cut-regions"
     needs: ClassVar[frozenset[Fact]] = frozenset(
-        {Fact.PARAMS_RELEASED, Fact.GRADS_REDUCED, Fact.PHASES_ASSIGNED}
+        {Fact.PARAMS_RELEASED, Fact.GRADS_REDUCED, Fact.FUSIONS_FOUND}
     )
     gives: ClassVar[frozenset[Fact]] = frozenset({Fact.REGIONS_CUT})
 

@@ -16,7 +16,9 @@ from zcompile.ir.plan import GraphPlan
 from zcompile.ir.work import work_by_phase
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.choose_tiles import ChooseTiles
+from zcompile.passes.compile_fusions import CompileFusion, CompileFusions
 from zcompile.passes.cut_regions import CutRegions
+from zcompile.passes.find_fusions import FindFusions
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 from zcompile.passes.plan_activations import PlanActivations
@@ -62,11 +64,13 @@ def pipeline(
     config: Config,
     around: Callable[[], ActivationBudget] | None = None,
     tried: Callable[[], None] = not_told,
+    compiler: CompileFusion | None = None,
 ) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass.
 
-    around  the machine that activations are planned for; None: all are saved
-    tried   is called at each trial, of which there may be many
+    around    the machine that activations are planned for; None: all are saved
+    tried     is called at each trial, of which there may be many
+    compiler  compiles a fusion; None: whatever `config` says, compute is run as it is
     """
     tile_bytes = _tile_bytes(config)
     gathered = (
@@ -74,6 +78,7 @@ def pipeline(
         NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
         ReleaseParams(),  # full -> nothing, after its last reader
         ReduceGrads(),  # gradient -> home tier, as soon as it is made
+        FindFusions(config.regions == "inductor"),  # compute between library calls, in one piece
         CutRegions(),  # compute between our ops, numbered
     )
     tiles = TileMatmuls(tile_bytes)
@@ -92,6 +97,7 @@ def pipeline(
         activations,  # what backward needs: kept, made again, or moved off the device
         rewrite,  # made again, or moved
         *gathered,
+        CompileFusions(compiler),  # compute between library calls: a few kernels
         split,  # what the graph itself holds is not the arena's
     )
 

@@ -52,7 +52,7 @@ class Terms:
                  bytes of graphs are chosen for it; else everything is saved, and takes its part of
                  it
     chunk_bytes  per operand and chunk of an optimizer's step, at most
-    activations, tile_bytes  as in `Config`
+    activations, tile_bytes, regions  as in `Config`
     """
 
     machine: Machine
@@ -63,6 +63,7 @@ class Terms:
     chunk_bytes: int
     activations: str = "auto"
     tile_bytes: int | None = None
+    regions: str = "auto"
 
     def on(self, machine: Machine) -> "Terms":
         """The same terms for another machine, whose host has room for another staging ring."""

@@ -58,6 +58,13 @@ log = logging.getLogger(__name__)
 GRAPH_VALUES = "values of compiled graphs"
 
 
+class Fusions(Protocol):
+    """Compiles what lies between library calls, and remembers it."""
+
+    def as_stats(self) -> dict[str, Any]:
+        """What became of them."""
+
+
 @dataclass(frozen=True)
 class WholeTensorOp:
     """An op of an optimizer that gathers whole tensors.
@@ -314,7 +321,12 @@ class Repeat:
 
 
 class Session(Store):
-    """The store and the runtime of one model."""
+    """The store and the runtime of one model.
+
+    computes  regions are run; in a dry run they are not
+    """
+
+    computes = True
 
     def __init__(
         self, config: Config, others: Collaborators, opening: Opening = open_resources
@@ -349,6 +361,8 @@ class Session(Store):
         """Elementwise ops of a step that wait to run as one (`runtime/eager/joined.py`, above)."""
         self._warned: set[str] = set()
         self.regions: dict[str, Region] = {}
+        self.fusions: Fusions | None = None
+        """What compiles them; None until a graph asks for it."""
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
         """List ops of late, by what sort of call they are (`runtime/eager/streaming.py`, above)."""
@@ -363,6 +377,10 @@ class Session(Store):
         """The model, for what commits by itself."""
         disk, ring = self.durable, self._context.staging
         self.commit_log = None if disk is None else CommitLog(self, disk, ring)
+
+    def compile_with(self, fusions: Fusions) -> None:
+        """Let `fusions` compile for all graphs of the model."""
+        self.fusions = fusions
 
     def belong_to(self, model: torch.nn.Module) -> None:
         """Let `model` be the one that is committed."""

@@ -188,6 +188,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         stand_in.chunk_bytes,
         config.activations,
         None if config.tile_bytes is None else int(config.tile_bytes),
+        config.regions,
     )
     return terms.on(found)
 
@@ -272,7 +273,11 @@ def _session(terms: Terms) -> DryRunSession:
     tiers = {tier: nbytes for tier, nbytes in machine.tiers.items() if tier != "device"}
     tiers["host"] -= terms.ways.ring_bytes
     config = Config(
-        device="cpu", machine=machine, activations=terms.activations, tile_bytes=terms.tile_bytes
+        device="cpu",
+        machine=machine,
+        activations=terms.activations,
+        tile_bytes=terms.tile_bytes,
+        regions=terms.regions,
     )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
     return DryRunSession(config, device, terms.emulates, tiers, terms.ways)

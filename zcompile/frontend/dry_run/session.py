@@ -85,6 +85,8 @@ class DryRunSession(Session):
     ways          how bytes travel on the machine that is planned for
     """
 
+    computes = False
+
     def __init__(
         self,
         config: Config,

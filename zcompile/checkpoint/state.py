@@ -279,7 +279,7 @@ class _StateHome:
         )
         layout = Layout.of(torch.empty_like(like, dtype=fact.dtype))
         session = session_of(param.entry)
-        entry = session.create(f"{param.entry.name}.{key}", EntryKind.STATE, layout.nbytes)
+        entry = session.create_for(f"{param.entry.name}.{key}", EntryKind.STATE, layout, like=param)
         return TieredTensor.over(entry, layout)
 
     def _device(self, key: str, fact: Fact, on: str) -> torch.device:

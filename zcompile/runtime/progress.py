@@ -152,6 +152,12 @@ class Board:
             if looking is not threading.current_thread():
                 looking.join()
 
+    def doing(self) -> str:
+        """The works of the oldest thread, the outermost first; "" if none is open."""
+        with self._lock:
+            works = next(iter(self._stacks.values()), ())
+            return "; ".join(map(str, works))
+
     def _line(self, now: float) -> Line | None:
         works = next(iter(self._stacks.values()), None)
         return None if works is None else _line_of(works, now - works[0].began)

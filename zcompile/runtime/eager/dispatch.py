@@ -36,8 +36,16 @@ from zcompile.runtime.eager.rows import (
     Application,
     counts_writes_in_kernels,
     is_elementwise,
+    leaves_of,
     rows_of,
     streamable,
+)
+from zcompile.runtime.eager.shared import (
+    agree_on_found_inf,
+    agree_on_op,
+    fabric_of,
+    norms_over_ranks,
+    streams_in_shares,
 )
 from zcompile.runtime.eager.streaming import Learn, list_call, stream
 from zcompile.runtime.session import Session, session_of
@@ -73,6 +81,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
+    if (fabric := fabric_of(cls, leaves_of(args, kwargs))) is not None:
+        agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
+        if (norms := norms_over_ranks(cls, fabric, func, args, kwargs)) is not None:
+            return norms
     repeat = list_call(cls, func, args, kwargs)
     if repeat is not None and repeat.rerun():
         return None
@@ -93,6 +105,8 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             return done
     apps = rows_of(func, args, kwargs)
     results = _apply(cls, func, apps, None if repeat is None else repeat.learn)
+    if fabric is not None:
+        agree_on_found_inf(fabric, func, args)
     if func._schema.is_mutable and _returns_written(func):
         return apps[0].written()[0]
     if len(func._schema.returns) == 0:
@@ -182,12 +196,12 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             view.is_conj(),
             view.is_neg(),
         )
-        if layout.end_bytes > base.entry.nbytes and layout.numel:
+        if layout.end_bytes > base.entry.whole_bytes and layout.numel:
             raise RuntimeError(  # as torch says it
                 f"setStorage: sizes {list(layout.size)}, strides {list(layout.stride)}, "
                 f"storage offset {layout.offset}, and itemsize {layout.dtype.itemsize} requiring a "
                 f"storage size of "
-                f"{layout.end_bytes} are out of bounds for storage of size {base.entry.nbytes}"
+                f"{layout.end_bytes} are out of bounds for storage of size {base.entry.whole_bytes}"
             )
         return cls.sharing(base, layout)
 
@@ -224,6 +238,7 @@ def _apply(
         elif (
             is_elementwise(func)
             and streamable(app, cls)
+            and streams_in_shares(cls, app, _keeps_result(func))
             # A compiled call that got a view of a parameter: what streams is a call itself.
             and not (owner := session_of(tiered.entry)).executor.walks_here
         ):
@@ -243,6 +258,13 @@ def _apply(
             results[index] = _gather_and_run(cls, app)
     flush()
     return results
+
+
+def _keeps_result(func: Dispatched) -> bool:
+    """Whether the result of an op that streams is tiered, or it has none."""
+    if func._schema.is_mutable or _is_list_op(func):
+        return True
+    return func is aten.clone.default and not torch.is_grad_enabled()
 
 
 def _entry_keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:
@@ -383,7 +405,7 @@ def _gather_and_run(cls: type, app: Application) -> Any:
         if isinstance(tensor, cls):
             entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
             store = entry.store
-            ticket = store.put(entry, bytes_, after=[store.device.mark()])
+            ticket = store.put_whole(entry, bytes_, after=[store.device.mark()])
             if bytes_.device.type == "cpu" and store.device.torch_device.type != "cpu":
                 ticket.wait()
     return result
@@ -402,6 +424,9 @@ def _bytes_of(entry: Entry, *, fetch: bool) -> Tensor:
     session.executor.foresight.abandon()
     if entry.key in session.births:
         return session.read_all(entry)
+    if entry.partition is not None:  # gathered in memory of the host
+        blank = torch.empty(entry.whole_bytes, dtype=torch.uint8, device="cpu")
+        return session.whole(entry) if fetch else blank
     bytes_ = session.arena.take(entry.nbytes, entry.name)
     if not fetch:
         session.wait_for_readers(bytes_)

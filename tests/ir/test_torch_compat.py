@@ -6,9 +6,11 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from contracts_of_failures import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.nn.utils import parametrize
 
 import zcompile
@@ -394,6 +396,22 @@ PUBLIC = {
     for node in ast.parse(inspect.getsource(private)).body
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 } | {"Dispatched", "no_torch_function", *private.__all__}
+
+
+@contract
+def default_store() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        store = private.default_store()
+        mine = distributed_c10d.PrefixStore("mine", store.clone())
+        mine.set("a", "1")
+        assert mine.check(["a"])
+        assert not mine.check(["b"])
+        assert mine.get("a") == b"1"
+        assert mine.compare_set("first", "", "told") == b"told"
+        assert mine.compare_set("first", "", "late") == b"told"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))

@@ -45,9 +45,9 @@ from zcompile.runtime.eager.shared import (
     agree_on_op,
     fabric_of,
     norms_over_ranks,
-    streams_in_shares,
 )
 from zcompile.runtime.eager.streaming import Learn, list_call, stream
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 
@@ -104,7 +104,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         if done is not NotImplemented:
             return done
     apps = rows_of(func, args, kwargs)
-    results = _apply(cls, func, apps, None if repeat is None else repeat.learn)
+    results = _apply(cls, func, apps, None if repeat is None else repeat.learn, fabric)
     if fabric is not None:
         agree_on_found_inf(fabric, func, args)
     if func._schema.is_mutable and _returns_written(func):
@@ -212,11 +212,16 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _apply(
-    cls: type, func: Dispatched, apps: Sequence[Application], learn: Learn | None
+    cls: type,
+    func: Dispatched,
+    apps: Sequence[Application],
+    learn: Learn | None,
+    fabric: Fabric | None,
 ) -> list[Any]:
     """Run rows: consecutive streamable rows of one session as one schedule, the others one by one.
 
-    learn  is told, if there is one schedule for all
+    learn   is told, if there is one schedule for all
+    fabric  of the ranks that hold shares; None, if there are none
     """
     results: list[Any] = [None] * len(apps)
     batch: list[int] = []
@@ -238,7 +243,7 @@ def _apply(
         elif (
             is_elementwise(func)
             and streamable(app, cls)
-            and streams_in_shares(cls, app, _keeps_result(func))
+            and (fabric is None or _keeps_result(func) or not _has_shares(cls, app))
             # A compiled call that got a view of a parameter: what streams is a call itself.
             and not (owner := session_of(tiered.entry)).executor.walks_here
         ):
@@ -265,6 +270,12 @@ def _keeps_result(func: Dispatched) -> bool:
     if func._schema.is_mutable or _is_list_op(func):
         return True
     return func is aten.clone.default and not torch.is_grad_enabled()
+
+
+def _has_shares(cls: type, app: Application) -> bool:
+    """Whether ranks hold shares of an operand, so that a plain result would be a part."""
+    tiered: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
+    return any(t.entry.partition is not None for t in tiered)
 
 
 def _entry_keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:

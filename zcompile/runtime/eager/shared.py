@@ -15,7 +15,6 @@ from torch import Tensor
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.runtime.eager.clipping import MEASURES, is_gradient
 from zcompile.runtime.eager.fillings import LIKES, NEWS
-from zcompile.runtime.eager.rows import Application
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import session_of
@@ -123,21 +122,3 @@ def _power_sum(entry: Entry, dtype: torch.dtype, order: float) -> Tensor:
     if order == float("inf"):
         return wide.amax() if wide.numel() else torch.zeros((), dtype=torch.float64)
     return (wide * wide if order == 2 else wide.pow(order)).sum()
-
-
-# --- Shares ---
-
-
-def streams_in_shares(cls: type, app: Application, keeps: bool) -> bool:
-    """Whether the op may be computed on each share by itself, if there are any.
-
-    keeps  its result is tiered, or it has none
-    """
-    tiered: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
-    parts = {tensor.entry.partition for tensor in tiered}
-    if parts == {None}:
-        return True
-    if len(parts) > 1 or not all(tensor.covers for tensor in tiered):
-        return False
-    wide = (t for t in app.written() if t.numel() > 1)
-    return keeps and all(isinstance(t, cls) for t in wide)

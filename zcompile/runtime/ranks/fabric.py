@@ -19,7 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -269,21 +269,27 @@ class Fabric:
 
         return self._submit("agree", f"agree on {what}", compare, (), RECORD_BYTES)
 
+    def rows(self, own: Tensor) -> Tensor:
+        """A small tensor of each rank: [ranks, n], of its dtype."""
+        found = torch.zeros(self.size, own.numel(), dtype=own.dtype)
+        found[self.rank] = own.reshape(-1)
+
+        def collect() -> None:
+            others, row = self._others(), found[self.rank].clone()
+            self._lanes["agree"].messages(
+                "tell each other", [(r, row) for r in others], [(r, found[r]) for r in others]
+            )
+
+        sent = own.numel() * own.element_size() * (self.size - 1)
+        self._submit("agree", "tell each other", collect, (), sent).wait()
+        return found
+
     def sums(self, rows: Tensor, largest: bool = False) -> Tensor:
         """The sums, or the largest, over ranks of numbers that each rank has: float64 [n].
 
         Added in the order of ranks, so that all have the same bits.
         """
-        parts = torch.zeros(self.size, rows.numel(), dtype=torch.float64)
-        parts[self.rank] = rows
-
-        def collect() -> None:
-            own, others = parts[self.rank].clone(), self._others()
-            self._lanes["agree"].messages(
-                "add up numbers", [(r, own) for r in others], [(r, parts[r]) for r in others]
-            )
-
-        self._submit("agree", "add up numbers", collect, (), rows.numel() * 8).wait()
+        parts = self.rows(rows)
         if largest:
             return parts.amax(0)
         total = parts[0].clone()
@@ -473,6 +479,17 @@ class Fabric:
             "bytes": {lane: int(nbytes) for lane, (nbytes, _) in self.moved.items()},
             "seconds": {lane: seconds for lane, (_, seconds) in self.moved.items()},
         }
+
+
+@contextmanager
+def told_to_ranks(fabric: Fabric | None) -> Iterator[None]:
+    """A context whose failure the other ranks are told, since they wait for what comes after."""
+    try:
+        yield
+    except BaseException as error:
+        if fabric is not None:
+            fabric.failed_here(error)
+        raise
 
 
 def _check_same(records: Sequence[Record]) -> None:

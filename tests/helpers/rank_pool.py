@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 """Seconds for one case: far more than any takes."""
 
 
@@ -62,13 +62,20 @@ class RankPool:
         self, case: Callable[..., Any], ranks: int, *args: object
     ) -> Sequence[tuple[bool, Any]]:
         """As `run`: whether each rank returned, and what; of one that raised, its traceback."""
+        self.send(case, ranks, *args)
+        return [self.receive(rank) for rank in range(ranks)]
+
+    def send(self, case: Callable[..., Any], ranks: int, *args: object) -> None:
+        """Let the first `ranks` ranks begin a case."""
         for pipe in self._pipes[:ranks]:
             pipe.send((case.__module__, case.__name__, ranks, args))
-        found = []
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(PATIENCE_S):
-                raise RankRaised(f"rank {rank} does not come back; its stacks are on stderr")
-            found.append(pipe.recv())
+
+    def receive(self, rank: int) -> tuple[bool, Any]:
+        """What a rank has made of its case, as in `outcomes`."""
+        pipe = self._pipes[rank]
+        if not pipe.poll(PATIENCE_S):
+            raise RankRaised(f"rank {rank} does not come back; its stacks are on stderr")
+        found: tuple[bool, Any] = pipe.recv()
         return found
 
     def close(self) -> None:
@@ -97,6 +104,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, path: list[str]) -
         try:
             torch._dynamo.reset()
             pipe.send((True, getattr(import_module(module), name)(meshes[ranks], *args)))
+        except SystemExit:
+            return  # and the process ends as any other
         except BaseException:  # noqa: BLE001  # whatever a case raises is told
             pipe.send((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

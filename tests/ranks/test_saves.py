@@ -6,19 +6,11 @@ import io
 import pytest
 import torch
 from rank_models import STEPS, adamw, batch, digest, state_of, train, trained_eagerly, words
-from rank_pool import RankPool
 from safetensors.torch import load_file
 
 import zcompile
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = RankPool(4)
-    yield made
-    made.close()
 
 
 def made_on(mesh, model=None):

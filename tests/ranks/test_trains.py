@@ -3,18 +3,10 @@
 import pytest
 import torch
 from rank_models import optimizer_named, state_of, train, trained_eagerly, words
-from rank_pool import RankPool
 
 import zcompile
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = RankPool(4)
-    yield made
-    made.close()
 
 
 def trained(mesh, optimizer="adamw", clip=0.0, fields=None, kinds=None):

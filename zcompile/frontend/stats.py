@@ -59,6 +59,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     inexact       where results may round otherwise than eager's, since tiles or slices are summed
                   up: `where` (a weight or module), `by` which pass, `why`; empty: all bits are the
                   same
+    fabric        only where several ranks train the model: `rank` of `ranks`, `bytes` that this one
+                  has sent (`gather`, `exchange`, `agree`), and `seconds` that those took
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """
@@ -70,6 +72,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     ]
     measured["step_s"] = session.executor.clocks.step_s()
     measured["predicted"] = session.controller.prediction()
+    if session.fabric is not None:
+        measured["fabric"] = session.fabric.totals(reset)
     if reset:
         session.meter.reset()
     return measured

@@ -407,7 +407,7 @@ class Fabric:
     def failed_here(self, error: BaseException) -> None:
         """A call has failed on this rank, in the middle of what all ranks do: they are told."""
         self._watch.say_failed(error)
-        self.fail(error)
+        self.fail(error if isinstance(error, ZinfError) else self._watch.failed_here(error))
 
     def check(self) -> None:
         """raises  what has failed before"""
@@ -471,14 +471,18 @@ class Fabric:
         self._lanes[lane].submit(carry_out)
         return promise
 
-    def totals(self) -> dict[str, Any]:
-        """Bytes that this rank has sent, and seconds that collectives took, by lane."""
-        return {
+    def totals(self, reset: bool = False) -> dict[str, Any]:
+        """Bytes that this rank has sent, and seconds that collectives took, by lane; since the last
+        `reset`."""
+        found = {
             "rank": self.rank,
             "ranks": self.size,
             "bytes": {lane: int(nbytes) for lane, (nbytes, _) in self.moved.items()},
             "seconds": {lane: seconds for lane, (_, seconds) in self.moved.items()},
         }
+        if reset:
+            self.moved = {lane: [0, 0.0] for lane in LANES}
+        return found
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch.distributed import distributed_c10d
 
-from zcompile.errors import RankFailed, ZinfError
+from zcompile.errors import RankFailed, RanksDiffer, ZinfError
 
 LOOK_S = 0.1
 """Seconds between two looks: a rank that raises is known to all in a tenth of the second that they
@@ -85,6 +85,8 @@ class Watch:
         self._timeout_s = timeout_s
         self._waiting, self._doing, self._failed = waiting, doing, failed
         self._end = threading.Event()
+        self._gone = False
+        """Whether the store cannot be asked any more: each time torch would warn at length."""
         self._said: tuple[int, str, str] | None = None
         self._beat = 0.0
         self.calls = 0
@@ -103,9 +105,13 @@ class Watch:
         self.calls += 1
         self.last = what
 
+    def failed_here(self, error: BaseException) -> RankFailed:
+        """What later calls on this rank are told of its own failure."""
+        return self._error(self._rank, f"failed: {type(error).__name__}: {error}")
+
     def say_failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, unless it is they who have."""
-        if not isinstance(error, RankFailed):
+        if not isinstance(error, RankFailed | RanksDiffer):
             self._say(self._rank, f"failed: {type(error).__name__}: {error}")
 
     def lost(self, rank: int) -> RankFailed:
@@ -138,12 +144,16 @@ class Watch:
             return  # the store is gone, which the others see as well
 
     def _set(self, key: str, value: str) -> None:
+        if self._gone:
+            return
         try:
             self._store.set(key, value)
         except RuntimeError:
             return
 
     def _get(self, key: str) -> str:
+        if self._gone:
+            return ""
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError:
@@ -163,12 +173,12 @@ class Watch:
     def _run(self) -> None:
         while not self._end.wait(LOOK_S):
             if not self._can_be_asked():
+                self._gone = True
                 self._failed(self._error(0, "is gone, and with it the store of torch.distributed"))
                 return
             error = self._read_failure() or self._missed()
             if error is not None:
-                if error.rank != self._rank:
-                    self._failed(error)
+                self._failed(error)
                 return
             self._tell()
 

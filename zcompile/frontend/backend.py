@@ -98,6 +98,8 @@ def zinf(
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # what torch raises of a graph it cannot trace has no class
+            if session is not None and session.fabric is not None:
+                session.fabric.failed_here(error)  # the others wait for the call
             ours = graph.reached or isinstance(error, ZinfError) or not _is_of_torch(error)
             if ours or not ends_compiling(error):
                 raise

@@ -315,11 +315,11 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
     raises  as `opening`; Unsupported, RanksDiffer, RankFailed, where there are several ranks
     """
     tell_of_compiling(compiling_begins, compiling_ends)
+    if config.emulates_unasked:
+        _tell_that_the_device_is_emulated()
     fabric = open_fabric(config)
     if fabric is not None:
         return _open_with_ranks(config, opening, fabric)
-    if config.emulates_unasked:
-        _tell_that_the_device_is_emulated()
     others = STAYING if config.stays_because else PLANNING
     given = config.disk if isinstance(config.disk, tuple) else ()
     directories = tuple(Path(path) for path in given)

@@ -51,7 +51,7 @@ from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
-from zcompile.runtime.ranks.fabric import Fabric, digest_of
+from zcompile.runtime.ranks.fabric import Fabric, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy, refresh_copies, source_of
 from zcompile.runtime.store.store import Entry, Store
@@ -273,8 +273,12 @@ class Executor:
         """
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self._policy.step_ended(step)
+        recorded = schedule if of is ... else of
         with deferred_interrupts():
-            return self._run(schedule, args, entries, schedule if of is ... else of)
+            if self.store.fabric is None:
+                return self._run(schedule, args, entries, recorded)
+            with told_to_ranks(self.store.fabric):
+                return self._run(schedule, args, entries, recorded)
 
     def note_waiting(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Record a call of an optimizer of which nothing is walked yet, since its updates are

@@ -48,6 +48,7 @@ from zcompile.runtime.eager.shared import (
 )
 from zcompile.runtime.eager.streaming import Learn, list_call, stream
 from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.values import agreed_value
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 
@@ -81,7 +82,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
-    if (fabric := fabric_of(cls, leaves_of(args, kwargs))) is not None:
+    if (fabric := fabric_of(cls, args, kwargs)) is not None:
         agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
         if (norms := norms_over_ranks(cls, fabric, func, args, kwargs)) is not None:
             return norms
@@ -416,6 +417,8 @@ def _gather_and_run(cls: type, app: Application) -> Any:
         if isinstance(tensor, cls):
             entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
             store = entry.store
+            if store.fabric is not None and entry.key in session.births:
+                bytes_ = agreed_value(store.fabric, entry.name, bytes_)
             ticket = store.put_whole(entry, bytes_, after=[store.device.mark()])
             if bytes_.device.type == "cpu" and store.device.torch_device.type != "cpu":
                 ticket.wait()

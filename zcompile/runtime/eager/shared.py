@@ -27,12 +27,13 @@ MOST_NAMED = 3
 """Most tensors of an op that an error names."""
 
 
-def fabric_of(cls: type, leaves: Sequence[Any]) -> Fabric | None:
+def fabric_of(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Fabric | None:
     """The ranks that hold the operands of an op; None, if this process alone does."""
-    for leaf in leaves:
-        if isinstance(leaf, cls):
-            tiered: Any = leaf
-            return tiered.entry.store.fabric  # type: ignore[no-any-return]  # of an entry
+    for value in (*args, *kwargs.values()):
+        for leaf in value if type(value) in (list, tuple) else (value,):
+            if isinstance(leaf, cls):
+                tiered: Any = leaf
+                return tiered.entry.store.fabric  # type: ignore[no-any-return]  # of an entry
     return None
 
 
@@ -42,18 +43,24 @@ def agree_on_op(
     """Compare an op with what the other ranks are about to do. raises  RanksDiffer, RankFailed"""
     if func in ONE_RANK:
         return
+    # What is only read, as by a forward, may meet other values on each rank.
+    keeps = func._schema.is_mutable or func._schema.name.startswith("aten::_foreach")
     names: list[str] = []
+    born = False
     details: list[object] = [str(func)]
     for leaf in leaves:
         if isinstance(leaf, cls):
             tiered: Any = leaf
             names.append(tiered.entry.name)
+            born = born or tiered.entry.key in session_of(tiered.entry).births
             details += (tiered.entry.name, tiered.entry_layout)
+        elif isinstance(leaf, Tensor):
+            details.append(leaf if keeps and leaf.is_cpu else str(type(leaf)))
         else:
-            details.append(leaf if isinstance(leaf, Tensor) and leaf.is_cpu else str(type(leaf)))
+            details.append(str(type(leaf)))
             if isinstance(leaf, int | float | complex | str | torch.dtype | None):
                 details.append(leaf)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and not born:  # its value is compared then
         generator = kwargs.get("generator")
         state = torch.get_rng_state() if generator is None else generator.get_state()
         details += ("draws from", state)

@@ -4,6 +4,7 @@ A case is a function of a test module, `case(mesh, *args)`; every rank of a mesh
 ranks calls it, and what each returns comes back. An error comes back as its text.
 """
 
+import atexit
 import faulthandler
 import os
 import socket
@@ -37,7 +38,11 @@ class RankPool:
     """`size` processes that know each other by torch.distributed."""
 
     def __init__(self, size: int) -> None:
-        context = get_context("spawn")
+        # One process imports what all need, and is forked before it has made anything.
+        context = get_context("forkserver")
+        context.set_forkserver_preload(
+            ["rank_models", "torch._dynamo", "zcompile.frontend.backend"]
+        )
         port = free_port()
         self._pipes: list[Connection] = []
         self.processes = []
@@ -105,7 +110,8 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, path: list[str]) -
             torch._dynamo.reset()
             pipe.send((True, getattr(import_module(module), name)(meshes[ranks], *args)))
         except SystemExit:
-            return  # and the process ends as any other
+            atexit._run_exitfuncs()  # as at the end of any process; one that was forked has none
+            return
         except BaseException:  # noqa: BLE001  # whatever a case raises is told
             pipe.send((False, traceback.format_exc()))
         faulthandler.cancel_dump_traceback_later()

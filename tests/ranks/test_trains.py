@@ -49,11 +49,11 @@ class Odd(torch.nn.Module):
         torch.manual_seed(0)
         self.layer = torch.nn.Linear(205, 41).double()
         self.turned = torch.nn.Parameter(torch.randn(130, 90, dtype=torch.float64).t())
-        self.half = torch.nn.Parameter(torch.randn(60_000).bfloat16())
+        self.narrow = torch.nn.Parameter(torch.randn(60_000).bfloat16())
 
     def forward(self, x):
         y = self.layer(x).square().mean() + (self.turned * x[0, 0]).square().mean()
-        return y + (self.half * self.half).sum().double() / 60_000
+        return y + (self.narrow * self.narrow).sum().double() / 60_000
 
 
 def trained_oddly(mesh):

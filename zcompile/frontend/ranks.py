@@ -102,11 +102,13 @@ def config_of_rank(config: Config, fabric: Fabric) -> Config:
     disks = config.disk if isinstance(config.disk, tuple) else ()
     for path in disks:
         Path(path).mkdir(mode=0o700, exist_ok=True)
+    dump = None if config.dump is None else Path(config.dump) / f"rank-{fabric.rank}"
     return replace(
         config,
         device_memory=config.device_memory or part,
         host_memory=config.host_memory or part,
         disk=tuple(Path(path) / f"rank-{fabric.rank}" for path in disks) or None,
+        dump=dump,
     )
 
 

@@ -97,6 +97,21 @@ def lengthening(model, run, optimizer, rank, ranks):
     return state_of(model, optimizer)
 
 
+def cut(self, ids, wanted):
+    """The forward of `Words`, with a graph break between its blocks."""
+    x = self.blocks[0](self.table(ids))
+    torch._dynamo.graph_break()
+    x = self.blocks[1](x)
+    return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), wanted.flatten())
+
+
+def broken(model, run, optimizer, rank, ranks):
+    """Dynamo cuts the model into two graphs, whose collectives follow each other."""
+    model.forward = cut.__get__(model)
+    train(model, run, optimizer, rank, ranks, steps=range(2))
+    return state_of(model, optimizer)
+
+
 def kept(model, run, optimizer, rank, ranks):
     """`.grad` between backward and step: its values, its norm, and an op on it."""
     for number in numbers_of(rank, ranks):
@@ -110,7 +125,7 @@ def kept(model, run, optimizer, rank, ranks):
     return found, state_of(model, optimizer)
 
 
-CASES = ["frozen", "hooked", "scaled", "evaluated", "lengthening", "kept"]
+CASES = ["frozen", "hooked", "scaled", "evaluated", "lengthening", "broken", "kept"]
 
 
 @pytest.mark.parametrize("case", CASES)

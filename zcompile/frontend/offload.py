@@ -335,6 +335,12 @@ def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Sessio
             lambda: Session(config, STAYING, opening, fabric), tuple(Path(p) for p in disks)
         )
         agree_on(config, made.device_budget, fabric)
+        log.info(
+            "rank %d of %d holds a share of each tensor; entries stay where they are put first, since "
+            "steps of several ranks are not planned yet",
+            fabric.rank,
+            fabric.size,
+        )
     except BaseException as error:
         fabric.failed_here(error)
         fabric.close()

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from zcompile.errors import RanksDiffer, ZinfError
 from zcompile.ir.partition import Partition
-from zcompile.ir.torch_compat import default_store
+from zcompile.ir.torch_compat import default_store, materialised
 from zcompile.runtime.progress import BOARD
 from zcompile.runtime.ranks.watch import Waiting, Watch, connection_of, hosts_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -65,7 +65,7 @@ def digest_of(*parts: object) -> bytes:
         if isinstance(part, Tensor):
             made.update(f"{part.dtype}{tuple(part.size())}".encode())
             # numpy has no bfloat16: its bytes are what counts.
-            flat = part.detach().cpu().contiguous().reshape(-1)
+            flat = materialised(part.detach()).cpu().contiguous().reshape(-1)
             made.update(flat.view(torch.uint8).numpy().data)
         else:
             made.update(repr(part).encode())

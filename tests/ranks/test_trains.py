@@ -37,6 +37,12 @@ def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank-0", "rank-1"]
 
 
+def test_slow_links_change_no_bit(pool):
+    """What an optimizer's step still stores is read from bytes that the next forward gathers to."""
+    fields = {"throttle": {"d2h": "1.5MB/s"}, "device_memory": "1MiB"}
+    assert pool.run(trained, 2, "sgd", 0.0, fields) == [trained_eagerly("sgd")] * 2
+
+
 def test_a_tied_weight_gets_its_gradients_in_the_order_of_autograd(pool):
     kinds = {"tied": True}
     expected = trained_eagerly("adamw", **kinds)

@@ -336,7 +336,7 @@ def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Sessio
         )
         agree_on(config, made.device_budget, fabric)
         log.info(
-            "rank %d of %d holds a share of each tensor; entries stay where they are put first, since "
+            "rank %d of %d holds a share of each tensor; entries stay where they are put first: "
             "steps of several ranks are not planned yet",
             fabric.rank,
             fabric.size,

@@ -192,6 +192,23 @@ def test_a_rank_that_does_not_come_is_missed_and_named(pool):
     assert "rank 1 on " in found[1][1], "it is told when it comes"
 
 
+def alone(mesh):
+    """Rank 0 offloads a model, and rank 1 does not."""
+    if mesh.get_local_rank() == 0:
+        try:
+            zcompile.offload(words(), mesh=mesh, **BUDGETS, rank_timeout="500ms")
+        except RankFailed as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_offloads_no_model_is_missed(pool):
+    found, _ = pool.run(alone, 2)
+    assert (
+        "did not come within 0.5 s to offload the model; let every rank of the mesh call" in found
+    )
+
+
 def leaving(rank, model, run, optimizer):
     if rank == 3:
         raise SystemExit

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +48,8 @@ _HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s{DIGEST_BYTES}sII")
 RECORD_BYTES = _HEAD.size + TEXT_BYTES
 LONGEST = timedelta(days=20)
 """Of a message: how long ranks wait for each other is up to `watch.py`, which knows why."""
-_SESSIONS: dict[tuple[int, ...], Iterator[int]] = defaultdict(count)
-"""Ranks -> numbers of their sessions, which they make in the same order."""
+_SESSIONS: dict[tuple[int, ...], int] = defaultdict(int)
+"""Ranks -> how many sessions they have made, all in the same order."""
 SAME_ORDER = (
     "let every rank make the same calls in the same order, with the same settings and the same "
     "number of batches; what reads or changes parameters, as printing, saving and evaluating do, "
@@ -193,9 +192,7 @@ class Fabric:
         ranks  of the world, this one among them
         group  their process group; None: they are all of the world, and make one of their own
         """
-        number = next(_SESSIONS[tuple(ranks)])
-        if group is None:
-            group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
+        number = _SESSIONS[tuple(ranks)]
         self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
         self._error: BaseException | None = None
         self._pid = os.getpid()
@@ -204,15 +201,18 @@ class Fabric:
         self._calls = 0
         self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in LANES}
         """Lane -> bytes that this rank has sent, and seconds that its collectives took."""
+        # First through the store: what makes a group waits for a rank that never comes.
+        store = connection_of(default_store(), f"zcompile/{'-'.join(map(str, ranks))}/{number}")
+        self._hosts = hosts_of(store, self.rank, self.size, timeout_s)
+        _SESSIONS[tuple(ranks)] += 1
+        if group is None:
+            group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
         with ExitStack() as undo:
             self._lanes = {}
             for at, name in enumerate(LANES):
                 tag = TAGS + number * len(LANES) + at
                 self._lanes[name] = _Lane(name, group, tag, self._crashed)
                 undo.callback(self._lanes[name].stop)
-            name = f"zcompile/{'-'.join(map(str, ranks))}/{number}"
-            store = connection_of(default_store(), name)
-            self._hosts = hosts_of(store, self.rank, self.size, timeout_s)
             self._watch = Watch(
                 store, self.rank, self._hosts, timeout_s, self._waiting, BOARD.doing, self.fail
             )

@@ -261,7 +261,7 @@ def hosts_of(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]
     for other in range(ranks):
         while not store.check([f"host/{other}"]):
             if time.monotonic() > until:
-                why = f"did not come within {timeout_s:.0f} s to offload the model"
+                why = f"did not come within {timeout_s:g} s to offload the model"
                 raise RankFailed(other, "a host that is not known yet", why, MESH)
             time.sleep(LOOK_S / 20)
         hosts.append(store.get(f"host/{other}").decode())

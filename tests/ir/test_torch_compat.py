@@ -10,7 +10,6 @@ import torch.distributed as dist
 from contracts_of_failures import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.nn.utils import parametrize
 
 import zcompile
@@ -399,15 +398,15 @@ PUBLIC = {
 
 
 @contract
-def default_store() -> None:
+def store_of_ranks() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        store = private.default_store()
-        mine = distributed_c10d.PrefixStore("mine", store.clone())
+        mine = private.store_of_ranks("mine")
         mine.set("a", "1")
         assert mine.check(["a"])
         assert not mine.check(["b"])
         assert mine.get("a") == b"1"
+        assert not private.store_of_ranks("another").check(["a"])
         assert mine.compare_set("first", "", "told") == b"told"
         assert mine.compare_set("first", "", "late") == b"told"
     finally:

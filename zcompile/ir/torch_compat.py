@@ -39,7 +39,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d as _distributed_c10d
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
@@ -822,9 +821,13 @@ def tell_of_compiling(begins: Callable[[object], None], ends: Callable[[object],
         handler.register_end_callback(ends)
 
 
-def default_store() -> Any:
-    """The store through which the ranks of torch.distributed have found each other."""
-    return _distributed_c10d._get_default_store()
+def store_of_ranks(name: str) -> Any:
+    """A connection of its own to the store through which the ranks of torch.distributed have found
+    each other, for keys that begin with `name`."""
+    from torch.distributed import distributed_c10d  # not every build of torch has it
+
+    store: Any = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore(name, store.clone())
 
 
 def compiled_frame() -> int | None:

@@ -14,9 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
-
-from torch.distributed import distributed_c10d
+from typing import NamedTuple, Protocol
 
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
 
@@ -266,9 +264,3 @@ def hosts_of(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]
             time.sleep(LOOK_S / 20)
         hosts.append(store.get(f"host/{other}").decode())
     return hosts
-
-
-def connection_of(store: Any, name: str) -> Store:
-    """A connection of its own to `store`, for keys of one session, which begin with `name`."""
-    made: Store = distributed_c10d.PrefixStore(name, store.clone())
-    return made

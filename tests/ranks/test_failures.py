@@ -5,6 +5,7 @@ The pool loses ranks on the way: the cases stand in order.
 
 import os
 import signal
+import tempfile
 import time
 
 import pytest
@@ -95,6 +96,12 @@ def in_another_order(rank, model, run, optimizer):
         second.mul_(0.5)
 
 
+def with_one_that_saves(rank, model, run, optimizer):
+    if rank == 0:
+        zcompile.save(tempfile.mkdtemp() + "/run", model, optimizer)
+    one_more_step(model, run, optimizer, rank)
+
+
 def differing(mesh, name):
     return told(mesh, globals()[name])
 
@@ -104,6 +111,7 @@ def differing(mesh, name):
     [
         ("with_another_rate", ["how they call", "lr=0.002", "rank 1:", "ranks 0, 2, 3:"]),
         ("with_another_call", ["what they do next", "rank 2: read 'table.weight'", "forward"]),
+        ("with_one_that_saves", ["what they do next", "rank 0: tell each other", "forward"]),
         ("with_another_seed", ["how they call aten.normal_"]),
         ("with_other_values", ["how they call aten.copy_", "'table.weight'"]),
         ("with_other_operands", ["how they call aten.add_"]),

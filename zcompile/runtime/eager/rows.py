@@ -159,9 +159,9 @@ def streamable(app: Application, cls: type) -> bool:
 def _share_alike(app: Application, tiered: Sequence[Any]) -> bool:
     """Whether each rank can compute the row on its shares, if there are any: all operands are
     divided alike, whole, and what is written is tiered."""
-    parts = {t.entry.partition for t in tiered}
-    if parts == {None}:
+    if all(t.entry.partition is None for t in tiered):
         return True
+    parts = {t.entry.partition for t in tiered}
     written = (t for t in app.written() if t.numel() > 1)
     return (
         len(parts) == 1

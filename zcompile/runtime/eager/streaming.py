@@ -124,9 +124,13 @@ class _StreamedCall:
         """target  receives the result of an op that makes a new tensor; None for in-place ops"""
         leaves: list[Any]
         leaves, spec = trees.tree_flatten((app.args, app.kwargs))
-        columns, plains, places = self._operands(app, leaves, target)
+        part = self._partition_of(leaves)
+        columns, plains, places = self._operands(app, leaves, target, part)
         kinds = [_signature_of(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
-        numel = self._count_here(app)
+        if part is not None:
+            numel = part.own_count
+        else:
+            numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         changes = self._deferred_changes(columns, plains)
         narrowed = self._narrow(columns, numel)
         joins = can_run_as_lists(app) and target is None
@@ -138,20 +142,18 @@ class _StreamedCall:
         self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
         return Row(numel, tuple(columns), tuple(plains), compute)
 
-    def _count_here(self, app: Application) -> int:
-        """Elements of a row that this rank computes: those of its shares, if there are any."""
-        if (part := self._partition_of(app)) is not None:
-            return part.own_count
-        return next(t.numel() for t in app.tensors() if t.numel() != 1)
-
-    def _partition_of(self, app: Application) -> Partition | None:
-        """How all tiered operands of a row are divided over ranks."""
-        tiered: list[Any] = [t for t in app.tensors() if isinstance(t, self._cls)]
-        part: Partition | None = tiered[0].entry.partition
+    def _partition_of(self, leaves: Sequence[Any]) -> Partition | None:
+        """How all tiered operands of a row are divided over ranks; None, if they are not."""
+        first: Any = next(leaf for leaf in leaves if isinstance(leaf, self._cls))
+        part: Partition | None = first.entry.partition
         return part
 
     def _operands(
-        self, app: Application, leaves: Sequence[Any], target: "Tensor | None"
+        self,
+        app: Application,
+        leaves: Sequence[Any],
+        target: "Tensor | None",
+        part: Partition | None,
     ) -> tuple[list[Column], list[Register], tuple[int, ...]]:
         """Tiered operands, plain ones, and which each is: n >= 0 a column, n < 0 plain -(n + 1)."""
         found: list[Any] = [t for t in app.written() if isinstance(t, self._cls)]
@@ -160,7 +162,6 @@ class _StreamedCall:
         plains: list[Register] = []
         places: list[int] = []
         seen: dict[int, int] = {}  # in p.mul_(p) both operands are one column
-        part = self._partition_of(app)
         for leaf in leaves if target is None else (*leaves, target):
             if isinstance(leaf, self._cls):
                 tiered: Any = leaf

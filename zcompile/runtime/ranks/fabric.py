@@ -270,7 +270,11 @@ class Fabric:
         return self._submit("agree", f"agree on {what}", compare, (), RECORD_BYTES)
 
     def rows(self, own: Tensor) -> Tensor:
-        """A small tensor of each rank: [ranks, n], of its dtype."""
+        """A small tensor of each rank: [ranks, n], of its dtype.
+
+        raises  RanksDiffer, if another rank tells something else, or of another size
+        """
+        self.agree("tell each other", own.numel(), own.dtype, text=f"{own.numel()} numbers")
         found = torch.zeros(self.size, own.numel(), dtype=own.dtype)
         found[self.rank] = own.reshape(-1)
 

@@ -58,6 +58,21 @@ SENTENCES = {
         "    disk: 0 B used of 1.00 GiB\n"
         "  to fit: raise host_memory, give a directory as disk, or free space on it",
     ),
+    errors.RanksDiffer: (
+        (
+            "what they do next",
+            [(0, "forward of graph0"), (1, "call aten.add_"), (2, "forward of graph0")],
+            "let every rank make the same calls",
+        ),
+        "the ranks differ in what they do next\n"
+        "    ranks 0, 2: forward of graph0\n"
+        "    rank 1: call aten.add_\n"
+        "  to fix: let every rank make the same calls",
+    ),
+    errors.RankFailed: (
+        (1, "node7", "failed: ValueError: no", "start all ranks again"),
+        "rank 1 on node7 failed: ValueError: no; start all ranks again",
+    ),
     errors.DiskUnusable: (
         (DISK, "does not exist", "create it"),
         "disk='/data' does not exist; create it",

@@ -12,10 +12,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from triton_kernels import missing
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
-from zcompile.ir.units import Share, parse_budget, parse_rate, parse_size
+from zcompile.ir.units import Share, parse_budget, parse_rate, parse_seconds, parse_size
 from zcompile.machine.files import find
 from zcompile.machine.model import TIER_LINKS, Machine
 
@@ -67,8 +68,11 @@ class Config:
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled
-    mesh            False: each rank trains a model of its own, on purpose; None: several ranks are
-                    refused, since they cannot train one model together yet
+    mesh            the ranks that train one model together, a `DeviceMesh` of one dimension; None:
+                    all ranks of torch.distributed; False: each rank trains a model of its own
+    rank_timeout    longest that ranks wait for one that does not come: seconds, or "60s", "5min"
+    reduction       "ordered": gradients of ranks are summed in the order of ranks, so that results
+                    do not depend on how many there are
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
     raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid
@@ -88,7 +92,9 @@ class Config:
     kernels: str = "auto"
     max_lead: int = 8
     tile_bytes: int | str | None = None
-    mesh: bool | None = None
+    mesh: Any = None
+    rank_timeout: float | str = "60s"
+    reduction: str = "ordered"
     dump: str | Path | None = None
 
     emulates_unasked: ClassVar[bool] = False
@@ -111,13 +117,7 @@ class Config:
             raise ConfigInvalid("durable", self.durable, "must be True or False")
         if not isinstance(self.residency, bool):
             raise ConfigInvalid("residency", self.residency, "must be True or False")
-        if self.mesh is not None and self.mesh is not False:
-            raise ConfigInvalid(
-                "mesh",
-                self.mesh,
-                "cannot be used: ranks do not train one model together yet; False says that each "
-                "rank trains a model of its own",
-            )
+        self._check_ranks()
         if self.durable and not self.disk:
             raise ConfigInvalid("durable", True, "needs a disk; give a directory as disk")
         # The machine, and links that are slowed down.
@@ -158,6 +158,23 @@ class Config:
             self._set("dump", os.environ["ZINF_DUMP"])
         if self.dump is not None:
             self._set("dump", Path(self.dump))
+
+    def _check_ranks(self) -> None:
+        """Check what is asked of several ranks. raises  ConfigInvalid"""
+        if not (self.mesh is None or self.mesh is False or is_mesh(self.mesh)):
+            raise ConfigInvalid(
+                "mesh",
+                self.mesh,
+                "cannot be used: give a DeviceMesh of one dimension, or None for all ranks of "
+                "torch.distributed, or False for a model per rank",
+            )
+        self._set("rank_timeout", _checked("rank_timeout", self.rank_timeout, parse_seconds))
+        if self.reduction != "ordered":
+            raise ConfigInvalid(
+                "reduction",
+                self.reduction,
+                "is not there yet; 'ordered' sums gradients in the order of ranks",
+            )
 
     @property
     def stays_because(self) -> str:
@@ -262,6 +279,11 @@ class Config:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ConfigInvalid("disk", self.disk, "names a directory twice")
         return paths
+
+
+def is_mesh(value: object) -> bool:
+    """Whether a value is a `DeviceMesh` of torch.distributed."""
+    return isinstance(value, DeviceMesh)
 
 
 def shows_progress() -> bool:

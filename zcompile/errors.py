@@ -124,6 +124,34 @@ class TierFull(ZinfError, MemoryError):
         super().__init__("\n".join((what, *rows, *told, fit + more)))
 
 
+class RanksDiffer(ZinfError, RuntimeError):
+    """Ranks that train one model together do not do the same: each of them raises this.
+
+    said  rank -> what it was about to do
+    """
+
+    def __init__(self, what: str, said: Sequence[tuple[int, str]], todo: str) -> None:
+        groups: dict[str, list[int]] = {}
+        for rank, text in said:
+            groups.setdefault(text, []).append(rank)
+        rows = []
+        for text, ranks in groups.items():
+            several = "ranks" if len(ranks) > 1 else "rank"
+            rows.append(f"    {several} {', '.join(map(str, ranks))}: {text}")
+        super().__init__("\n".join((f"the ranks differ in {what}", *rows, f"  to fix: {todo}")))
+
+
+class RankFailed(ZinfError, RuntimeError):
+    """Another rank that trains the model ended, or never came, so this one cannot go on.
+
+    rank, host  which it was
+    """
+
+    def __init__(self, rank: int, host: str, why: str, todo: str) -> None:
+        super().__init__(f"rank {rank} on {host} {why}; {todo}")
+        self.rank, self.host = rank, host
+
+
 class DiskUnusable(ZinfError, OSError):
     """The directory given as `disk` cannot serve as the disk tier."""
 

@@ -1,6 +1,7 @@
-"""Several ranks do not train one model together yet: they are refused, not left to train apart."""
+"""Ranks that do not know of each other are refused; those that torchrun starts train together."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,9 @@ def test_one_of_several_processes_of_a_launcher_is_refused_before_anything_is_ma
     opened, name, tmp_path, monkeypatch
 ):
     monkeypatch.setenv(name, "2")
-    with pytest.raises(Unsupported, match=rf"several ranks .*{name}=2.* say mesh=False"):
+    with pytest.raises(
+        Unsupported, match=rf"several ranks .*{name}=2.*not initialised.* mesh=False"
+    ):
         opened(tmp_path)
     assert not list(tmp_path.iterdir())
     opened(tmp_path, mesh=False)
@@ -44,8 +47,8 @@ def test_a_launcher_that_started_one_process_disturbs_nobody(said, tmp_path, mon
 
 
 @pytest.mark.parametrize("mesh", [True, 0, "world"])
-def test_a_mesh_that_would_share_a_model_is_refused(mesh, tmp_path):
-    with pytest.raises(ConfigInvalid, match=r"mesh=.*do not train one model together yet; False"):
+def test_what_is_no_mesh_is_refused(mesh, tmp_path):
+    with pytest.raises(ConfigInvalid, match=r"mesh=.*give a DeviceMesh of one dimension"):
         offloaded(tmp_path, mesh=mesh)
 
 
@@ -62,7 +65,7 @@ def test_a_wrapper_deep_in_a_model_is_seen():
         zcompile.offload(nn.Sequential(nn.Linear(4, 4), nn.DataParallel(nn.Linear(4, 4))))
 
 
-TWO = """
+APART = """
 import os, sys
 from pathlib import Path
 import torch, torch.distributed as dist, zcompile
@@ -77,18 +80,13 @@ def refused(kind, call):
     sys.exit("not refused")
 
 here, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-before = refused(Unsupported, lambda: zcompile.offload(mlp(), **ON_DISK))
-assert "WORLD_SIZE=2" in before, before
-del os.environ["WORLD_SIZE"]
+world = os.environ.pop("WORLD_SIZE")
 late = zcompile.offload(mlp(), **{**ON_DISK, "host_memory": "4MiB"})  # knows of no other rank
-os.environ["WORLD_SIZE"] = "2"
+os.environ["WORLD_SIZE"] = world
 dist.init_process_group("gloo")
-del os.environ["WORLD_SIZE"]
-with_group = refused(Unsupported, lambda: zcompile.offload(mlp(), **ON_DISK))
-assert "a world of 2" in with_group, with_group
 optimizer = torch.optim.SGD(late.parameters(), lr=1.0)
 late(torch.ones(2, 16)).sum().backward()
-refused(Unsupported, optimizer.step)
+assert "before they knew of each other" in refused(Unsupported, optimizer.step)
 assert all(torch.equal(p.cpu(), q) for p, q in zip(late.parameters(), mlp().parameters()))
 
 own = here / f"rank-{rank}"
@@ -115,28 +113,81 @@ dist.destroy_process_group()
 print("passed", flush=True)
 """
 
+TOGETHER = """
+import os, sys
+import torch, zcompile
+from rank_models import adamw, batch, digest, words
 
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_two_processes_of_torchrun_train_apart_only_if_they_say_so(tmp_path):
-    (script := tmp_path / "two.py").write_text(TWO)
+model = zcompile.offload(words(), device="cpu", device_memory="4MiB", host_memory="64MiB")
+optimizer, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
+rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+for step in range(2):
+    for number in range(rank, 4, ranks):
+        (run(*batch(step, number)) / (4 // ranks)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("digest", digest(model.parameters()), flush=True)
+if len(sys.argv) > 1 and rank == 1:
+    raise ValueError("rank 1 has had enough")
+if len(sys.argv) > 1:
+    try:
+        run(*batch(3, rank)).backward()
+    except zcompile.errors.RankFailed as error:
+        print("told", error, flush=True)
+"""
+
+
+def torchrun(script: str, ranks: int, tmp_path: Path, *args: str) -> subprocess.CompletedProcess:
+    (path := tmp_path / "script.py").write_text(script)
     env = {
         **{name: text for name, text in os.environ.items() if "XDIST" not in name},
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ran = subprocess.run(
-        [*launch, str(script), str(tmp_path)],
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*launch, str(path), *args],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=200,
     )
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_two_processes_of_torchrun_train_apart_if_they_say_so(tmp_path):
+    ran = torchrun(APART, 2, tmp_path, str(tmp_path))
     assert ran.returncode == 0, ran.stdout
     assert ran.stdout.count("passed") == 2
+
+
+@pytest.mark.ranks(2)
+def test_one_script_trains_one_model_under_torchrun_and_without(tmp_path):
+    alone = torchrun(TOGETHER, 1, tmp_path)
+    assert alone.returncode == 0, alone.stdout
+    (expected,) = re.findall("digest (.*)", alone.stdout)
+    ran = torchrun(TOGETHER, 2, tmp_path)
+    assert ran.returncode == 0, ran.stdout
+    assert re.findall("digest (.*)", ran.stdout) == [expected] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_script_that_ends_with_an_error_tells_the_other_ranks(tmp_path):
+    ran = torchrun(TOGETHER, 2, tmp_path, "fails")
+    assert ran.returncode != 0
+    assert "ValueError: rank 1 has had enough" in ran.stdout
+    told = re.findall("told (.*)", ran.stdout)
+    # torchrun itself may have ended the other one before it said so.
+    assert all(
+        "rank 1 on " in text and "ValueError: rank 1 has had enough" in text for text in told
+    )
+    assert "Signal" in ran.stdout or told, ran.stdout
 
 
 def test_a_plan_says_that_it_is_of_one_rank():

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor
@@ -394,6 +395,22 @@ PUBLIC = {
     for node in ast.parse(inspect.getsource(private)).body
     if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
 } | {"Dispatched", "no_torch_function", *private.__all__}
+
+
+@contract
+def store_of_ranks() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mine = private.store_of_ranks("mine")
+        mine.set("a", "1")
+        assert mine.check(["a"])
+        assert not mine.check(["b"])
+        assert mine.get("a") == b"1"
+        assert not private.store_of_ranks("another").check(["a"])
+        assert mine.compare_set("first", "", "told") == b"told"
+        assert mine.compare_set("first", "", "late") == b"told"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))

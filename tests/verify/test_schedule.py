@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from broken_pairs import BROKEN_PAIRS, STEP
+from broken_ranks import BROKEN_RANKS
 from broken_staying import BROKEN_STAYING
 from broken_tiles import BROKEN_TILES
 from departing import BROKEN_DEPARTURES, LEAVING
@@ -280,7 +281,7 @@ def test_every_sentence_has_a_case():
     ]
     said = [sentence for _, sentence in BROKEN.values()]
     said += [sentence for _, _, sentence in BROKEN_PAIRS.values()]
-    said += [sentence for _, sentence in (BROKEN_TILES | BROKEN_STAYING).values()]
+    said += [sentence for _, sentence in (BROKEN_TILES | BROKEN_STAYING | BROKEN_RANKS).values()]
     for call in calls:
         (text,) = call.args
         parts = text.values if isinstance(text, ast.JoinedStr) else [text]

@@ -47,6 +47,7 @@ from zcompile.checkpoint.state import (
     ModelState,
     TrainingState,
     describe,
+    fabric_behind,
     fact_of,
     model_state,
     restore,
@@ -60,6 +61,7 @@ from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.progress import working
+from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
@@ -247,7 +249,16 @@ def save(
             progress(done, total)
 
     system = _system_of(model)
-    with working(f"saving {path}", total, show_size) as work, replacing(path, system) as made:
+    if (fabric := fabric_behind(model)) is not None and fabric.rank > 0:
+        for tensor in _shared_tensors(shards):  # rank 0 writes what all ranks read
+            tensor.entry.store.read_all(tensor.entry)
+        _await_saved(fabric, path)
+        return
+    with (
+        told_to_ranks(fabric),
+        working(f"saving {path}", total, show_size) as work,
+        replacing(path, system) as made,
+    ):
         # Also for what is shared: the next step writes other values, and takes room for them then.
         _check_room(made, path, total, system)
         _write(shards, made, told, system)
@@ -259,8 +270,24 @@ def save(
         files = [shard.file for shard in shards]
         told_state = {"checkpoint": name, "files": files, "state": state.meta}
         _write_json(made, STATE_FILE, told_state, system)
+    if fabric is not None:
+        _await_saved(fabric, path)
     seconds = time.perf_counter() - since
     logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
+
+
+def _shared_tensors(shards: Sequence[Shard]) -> Iterator[TieredTensor]:
+    """The tensors of which ranks hold shares, in the order in which they are written."""
+    for shard in shards:
+        for name in shard.header.rows:
+            tensor = shard.tensors[name]
+            if isinstance(tensor, TieredTensor) and tensor.entry.partition is not None:
+                yield tensor
+
+
+def _await_saved(fabric: Fabric, path: Path) -> None:
+    """Wait until rank 0 has written a checkpoint. raises  RanksDiffer, RankFailed"""
+    fabric.agree("end saving", str(path), text=str(path))
 
 
 def resume(

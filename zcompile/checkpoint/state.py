@@ -26,6 +26,7 @@ from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.version import VERSION
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.progress import Work, working
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
 
@@ -279,7 +280,7 @@ class _StateHome:
         )
         layout = Layout.of(torch.empty_like(like, dtype=fact.dtype))
         session = session_of(param.entry)
-        entry = session.create(f"{param.entry.name}.{key}", EntryKind.STATE, layout.nbytes)
+        entry = session.create_for(f"{param.entry.name}.{key}", EntryKind.STATE, layout, like=param)
         return TieredTensor.over(entry, layout)
 
     def _device(self, key: str, fact: Fact, on: str) -> torch.device:
@@ -338,7 +339,7 @@ def describe(
         },
         "optimizer": None if optimizer is None else pack_optimizer(optimizer, held, packer),
         "extra": packer.pack(dict(extra or {}), "extra"),
-        "rng": packer.pack(_random_states(held), "rng"),
+        "rng": packer.pack(_random_states(held, fabric_behind(model)), "rng"),
     }
     tiered = {name: t for name, t in tensors.items() if isinstance(t, TieredTensor)}
     plain = {name: t for name, t in tensors.items() if name not in tiered}
@@ -370,8 +371,12 @@ def restore(
         if optimizer is not None:
             restore_optimizer(source, held, optimizer, work)
     extra: dict[str, Any] = unpack(source.meta["extra"], read)
-    for device, state in unpack(source.meta["rng"], read).items():
+    states = unpack(source.meta["rng"], read)
+    ranks = {name: states.pop(name) for name in list(states) if name.startswith(OF_RANK)}
+    for device, state in states.items():
         _set_random_state(device, state)
+    if (fabric := fabric_behind(model)) is not None and fabric.rank > 0:
+        _set_state_of_rank(fabric, ranks)
     return extra
 
 
@@ -465,9 +470,41 @@ def _device_of(held: ModelState) -> torch.device:
     return next((tensor.device for tensor in held.tensors.values()), torch.device("cpu"))
 
 
-def _random_states(held: ModelState) -> dict[str, Tensor]:
-    """Random states of the CPU, and of the CUDA devices that the model is on."""
+OF_RANK = "cpu of rank "
+"""Begins the names of random states of all ranks but the first."""
+
+
+def fabric_behind(model: nn.Module) -> Fabric | None:
+    """The ranks that train a model together; None, if this process alone does."""
+    for param in plain_model(model).parameters():
+        if isinstance(param, TieredTensor):
+            return session_of(param.entry).fabric
+    return None
+
+
+def _set_state_of_rank(fabric: Fabric, stored: Mapping[str, Tensor]) -> None:
+    """Restore the random state of a rank but the first; derive one, if others were saved."""
+    own = stored.get(f"{OF_RANK}{fabric.rank}")
+    if own is not None and len(stored) == fabric.size - 1:
+        torch.set_rng_state(own)
+        return
+    drawn = int(torch.randint(1 << 62, ()))
+    torch.manual_seed(drawn + fabric.rank)
+    logger.info(
+        "the checkpoint has random states of %d ranks, this is one of %d: it draws others from "
+        "here on, by its number",
+        len(stored) + 1,
+        fabric.size,
+    )
+
+
+def _random_states(held: ModelState, fabric: Fabric | None) -> dict[str, Tensor]:
+    """Random states of the CPU, of all ranks, and of the CUDA devices that the model is on."""
     states = {"cpu": torch.get_rng_state()}
+    if fabric is not None:
+        rows = fabric.rows(states["cpu"])
+        states = {"cpu": rows[0]}
+        states |= {f"{OF_RANK}{rank}": row for rank, row in enumerate(rows) if rank}
     for device in {t.device for t in held.tensors.values() if t.device.type == "cuda"}:
         states[str(device)] = torch.cuda.get_rng_state(device)
     return states

@@ -99,6 +99,44 @@ class _Tiered(TensorBytes):
         increment_version(self.tensor._handle)
 
 
+class _Shared(TensorBytes):
+    """A tensor of which several ranks hold shares: each of them reads all of it, and keeps of what
+    it writes what is its own."""
+
+    tensor: TieredTensor
+
+    def __init__(self, tensor: TieredTensor) -> None:
+        super().__init__(tensor)
+        self._whole: Tensor | None = None
+
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        if self._whole is None:
+            self._whole = self.tensor.entry.store.read_all(self.tensor.entry)
+        _copy(into, self._whole[begin : begin + into.numel()])
+        if begin + into.numel() == self.nbytes:
+            self._whole = None
+        return ()
+
+    def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
+        entry, part = self.tensor.entry, self.tensor.entry.partition
+        assert part is not None, "there are shares"
+        first, last = (n * self.tensor.dtype.itemsize for n in part.own)
+        low, high = max(first, begin), min(last, begin + source.numel())
+        if low >= high:
+            return ()
+        mine = source[low - begin : high - begin]
+        return [entry.store.put(entry, mine, begin=low - first)]
+
+    def finish(self) -> None:
+        entry, part = self.tensor.entry, self.tensor.entry.partition
+        assert part is not None, "there are shares"
+        here = part.own_count * self.tensor.dtype.itemsize
+        if here < entry.nbytes:  # the padding has a value too
+            padding = torch.zeros(entry.nbytes - here, dtype=torch.uint8)
+            entry.store.put(entry, padding, begin=here).wait()
+        increment_version(self.tensor._handle)
+
+
 class _Plain(TensorBytes):
     """A row-major tensor in ordinary memory, of the host or of a device."""
 
@@ -150,7 +188,11 @@ def bytes_of(tensor: Tensor) -> TensorBytes:
     """The bytes of a tensor of any kind."""
     if not tensor.is_contiguous() or is_lazy(tensor):
         return _Whole(tensor)
-    return _Tiered(tensor) if isinstance(tensor, TieredTensor) else _Plain(tensor)
+    if not isinstance(tensor, TieredTensor):
+        return _Plain(tensor)
+    if tensor.entry.partition is None:
+        return _Tiered(tensor)
+    return _Shared(tensor) if tensor.covers else _Whole(tensor)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
@@ -389,9 +431,16 @@ class Loader:
     def fill(self, file: OpenFile | TorchFile, name: str, row: Row, target: Tensor) -> None:
         """Give `target` the value of a tensor of the file, cast as `copy_` casts."""
         to = bytes_of(target)
+        fabric = target.entry.store.fabric if isinstance(target, TieredTensor) else None
+        made = hashlib.blake2b()
         for begin, raw, block in self._read(file, name, row):
             first = begin * target.dtype.itemsize // row.dtype.itemsize
-            self._leaving.append((block, to.write(first, _cast(raw, row.dtype, target.dtype))))
+            value = _cast(raw, row.dtype, target.dtype)
+            if fabric is not None:
+                made.update(value.numpy().data)
+            self._leaving.append((block, to.write(first, value)))
+        if fabric is not None:  # each rank reads a file by this name, which may not be the same
+            fabric.agree("load", name, made.digest(), text=f"the values of {name!r}")
         to.finish()
 
     def digest(self, file: OpenFile | TorchFile, name: str, row: Row, dtype: torch.dtype) -> bytes:

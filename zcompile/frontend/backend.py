@@ -42,6 +42,7 @@ from zcompile.ir.torch_compat import (
     without_modes,
 )
 from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, ParamSpec, Phase
+from zcompile.machine.files import find as find_machine
 from zcompile.memory.footprint import Size, footprint, memory_profile
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
 from zcompile.passes.arrange import arrange
@@ -54,12 +55,15 @@ from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.store.store import Entry
 from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger("zcompile.frontend.backend")
 
 MOST_LOGGED = 4
 """Most places of a graph that a line of the log names; `stats` names all."""
+NOMINAL_MACHINE = "a100-80gb"
+"""The machine that activations are chosen for where several ranks must choose alike."""
 STATES = 3
 """Bytes of gradients and two states of each parameter, over the bytes of the parameters."""
 
@@ -95,6 +99,8 @@ def zinf(
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # what torch raises of a graph it cannot trace has no class
+            if session is not None and session.fabric is not None:
+                session.fabric.failed_here(error)  # the others wait for the call
             ours = graph.reached or isinstance(error, ZinfError) or not _is_of_torch(error)
             if ours or not ends_compiling(error):
                 raise
@@ -134,9 +140,11 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
             specs[position] = ParamSpec(
                 ParamName(value._name_in_store()),
                 value.entry_layout,
-                entry.nbytes,
+                entry.nbytes if entry.partition is None else entry.nbytes * entry.partition.ranks,
                 value.sink,
                 entry.home,
+                share=_share(entry),
+                shared=session.fabric is not None,
             )
     if len(sessions) > 1:
         raise Unsupported(
@@ -144,6 +152,12 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
             "compile each model by itself, or offload them as one module",
         )
     return specs, next(iter(sessions.values()), None)
+
+
+def _share(entry: Entry) -> tuple[int, int] | None:
+    """The bytes of an entry that rest on this rank, among those of all ranks; None: all do."""
+    part = entry.partition
+    return None if part is None else (part.rank * entry.nbytes, (part.rank + 1) * entry.nbytes)
 
 
 Weakly = Callable[[], Session | None]
@@ -369,6 +383,10 @@ def activation_budget(session: Session) -> ActivationBudget:
     if "disk" in free and session.durable is None:
         rooms = {"host": max(rooms["host"], free["host"] // 4), "disk": free["disk"] // 2}
     rooms = {tier: nbytes for tier, nbytes in rooms.items() if nbytes}
+    if session.fabric is not None and session.config.machine is None:
+        # What is measured differs from rank to rank, and what is made again decides what is
+        # gathered in backward: all ranks choose for one machine that none of them has measured.
+        return ActivationBudget(find_machine(NOMINAL_MACHINE), {}, False)
     with without_modes():  # what is measured must be done, and not traced
         machine = machine_for(session.config, session.device)
     return ActivationBudget(machine, rooms, session.ways().asynchronous)

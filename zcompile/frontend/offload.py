@@ -34,7 +34,7 @@ from zcompile.frontend.movable import (
     wrapper_of,
 )
 from zcompile.frontend.owners import open_owned
-from zcompile.frontend.ranks import refuse_ranks
+from zcompile.frontend.ranks import agree_on, config_of_rank, open_fabric
 from zcompile.frontend.replan import StepController
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.ir.handles import REBUILD_ADVICE, disown
@@ -54,6 +54,8 @@ from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.progress import compiling_begins, compiling_ends, working
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.values import agree_on_buffers, agree_on_parameters, agreed_value
 from zcompile.runtime.session import Collaborators, Session, session_of
 from zcompile.runtime.store.sources import MemorySource, let_go
 from zcompile.runtime.transfer.interrupts import (
@@ -173,6 +175,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
             sum(nbytes for nbytes, p in sizes if p.requires_grad),
         )
         nbytes = sum(nbytes for nbytes, _ in sizes)
+        if session.fabric is not None:
+            agree_on_parameters(session.fabric, plain)
         with working("offloading the model", nbytes, show_size) as work:
             for name, param in plain:
                 deliver_interrupts()
@@ -187,6 +191,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         raise
     _log_other_holders(model)
     _move_buffers(model, session.device.torch_device)
+    if session.fabric is not None:
+        agree_on_buffers(session.fabric, model)
     session.belong_to(model)
     return model
 
@@ -307,19 +313,43 @@ def one_weight_at_a_time() -> Iterator[None]:
 def open_session(config: Config, opening: Opening = open_resources) -> Session:
     """A session with what only this package knows.
 
-    raises  as `opening`; Unsupported, if there are several ranks and no mesh=False;
+    raises  as `opening`; Unsupported, RanksDiffer, RankFailed, where there are several ranks;
             CompilerMissing
     """
-    refuse_ranks(config.mesh)
     if config.regions == "inductor":
         check_compiler(torch.device(config.device or "cpu"))
     tell_of_compiling(compiling_begins, compiling_ends)
     if config.emulates_unasked:
         _tell_that_the_device_is_emulated()
+    fabric = open_fabric(config)
+    if fabric is not None:
+        return _open_with_ranks(config, opening, fabric)
     others = STAYING if config.stays_because else PLANNING
     given = config.disk if isinstance(config.disk, tuple) else ()
     directories = tuple(Path(path) for path in given)
     return open_owned(lambda: Session(config, others, opening), directories)
+
+
+def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Session:
+    """A session of one of several ranks that train one model."""
+    try:
+        config = config_of_rank(config, fabric)
+        disks = config.disk if isinstance(config.disk, tuple) else ()
+        made = open_owned(
+            lambda: Session(config, STAYING, opening, fabric), tuple(Path(p) for p in disks)
+        )
+        agree_on(config, made.device_budget, fabric)
+        log.info(
+            "rank %d of %d holds a share of each tensor; entries stay where they are put first: "
+            "steps of several ranks are not planned yet",
+            fabric.rank,
+            fabric.size,
+        )
+    except BaseException as error:
+        fabric.failed_here(error)
+        fabric.close()
+        raise
+    return made
 
 
 @cache
@@ -371,10 +401,12 @@ def session_behind(model: nn.Module) -> Session:
 def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
     """A tiered tensor with the value of `param`; unset for one on meta."""
     layout = Layout.of(param)
-    entry = session.create(name, EntryKind.PARAM, layout.nbytes, unset=param.is_meta)
+    entry = session.create_for(name, EntryKind.PARAM, layout, unset=param.is_meta)
     made = TieredTensor.over(entry, layout)
+    if session.fabric is not None:
+        param = agreed_value(session.fabric, name, param)
     if not param.is_meta:
-        write(entry, layout, param)
+        write(entry, layout, param, agreed=True)
     return made
 
 
@@ -405,7 +437,8 @@ def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -
     own(param)
     del made
     # What others hold stays theirs: the memory, and the gradient.
-    if first is None and not value.is_meta and holders_of_memory(value) > 1:
+    alone = session.fabric is None  # a share is no copy of what others hold
+    if first is None and alone and not value.is_meta and holders_of_memory(value) > 1:
         MemorySource(param.entry, value)  # whoever holds it may write
     if grad is not None:
         param.grad = grad.to(session.device.torch_device)
@@ -486,5 +519,7 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
                 param.entry.rename(name)
                 param.set_title(name)
         _move_buffers(root, session.device.torch_device)
+        if session.fabric is not None:
+            agree_on_buffers(session.fabric, root)
         if session.root is None:
             session.belong_to(root)

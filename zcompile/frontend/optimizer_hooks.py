@@ -55,7 +55,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             if not tiered:
                 durable.check_plain(optimizer)
             for session in _sessions(tiered):
-                refuse_ranks(session.config.mesh)  # the process group may be younger than the model
+                refuse_ranks(session.config.mesh, session.fabric)
                 durable.check_step(session, optimizer)
                 session.begin_step(type(optimizer).__name__)
                 begun.append(session)
@@ -113,7 +113,7 @@ def _adopt(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None
         for key, value in optimizer.state.get(param, {}).items():
             if _is_foreign_state(value, param):
                 optimizer.state[param][key] = _adopted(
-                    session, f"{param._name_in_store()}.{key}", value
+                    session, f"{param._name_in_store()}.{key}", param, value
                 )
 
 
@@ -124,12 +124,12 @@ def _is_foreign_state(value: object, param: TieredTensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.size() == param.size()
 
 
-def _adopted(session: Session, name: str, value: Tensor) -> Tensor:
+def _adopted(session: Session, name: str, param: TieredTensor, value: Tensor) -> Tensor:
     """A tiered tensor with the value of a foreign state."""
     if isinstance(value, TieredTensor):
         value = value.on_host()
     layout = Layout.of(value)
-    entry = session.create(name, EntryKind.STATE, layout.nbytes)
+    entry = session.create_for(name, EntryKind.STATE, layout, like=param)
     made = TieredTensor.over(entry, layout)
     write(entry, layout, value)
     return made

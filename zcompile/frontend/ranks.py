@@ -1,36 +1,148 @@
-"""Refuses to train with several ranks.
+"""Chooses the ranks that train one model together, and refuses what they cannot do yet.
 
-A model is trained by one process. Several that know of each other would each train a model of their
-own, and nothing would tell: the losses fall in all of them.
+Without a word of the user's these are all ranks of torch.distributed. What each of them holds of a
+parameter is a share (`ir/partition.py`); what crosses between them goes through a fabric
+(`runtime/ranks/fabric.py`).
 """
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from zcompile.errors import Unsupported
+from zcompile.config import Config, is_mesh
+from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.ir.version import VERSION
+from zcompile.runtime.device.pages import machine_bytes
+from zcompile.runtime.open import SHARE_OF_MACHINE
+from zcompile.runtime.ranks.fabric import Fabric
 
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
 processes. SLURM's is not among them: it says the same to a script that runs once."""
+ALIKE = ("activations", "regions", "max_lead", "reduction", "machine", "device")
+"""Fields of a config that decide what crosses between ranks."""
 
 
-def refuse_ranks(mesh: bool | None) -> None:
-    """Refuse several ranks, unless `mesh` says that each trains alone.
+def open_fabric(config: Config) -> Fabric | None:
+    """The ranks that train one model together; None for one process alone.
+
+    Under torchrun, the process group is made here unless the script has made it.
+    raises  ConfigInvalid, Unsupported, RanksDiffer, RankFailed
+    """
+    if config.mesh is False:
+        return None
+    if not is_mesh(config.mesh) and not _several():
+        return None
+    if not dist.is_initialized() and dist.is_available() and dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        told = next((text for text, size in _sizes() if size > 1), "a mesh is given")
+        raise Unsupported(
+            f"several ranks were started ({told}), and torch.distributed is not initialised, so "
+            "that they cannot train one model together",
+            "call torch.distributed.init_process_group('gloo') before zcompile.offload or "
+            "zcompile.init; or say mesh=False if a model per rank is what you want, each with a "
+            "disk directory of its own",
+        )
+    ranks = _ranks_of(config.mesh)
+    _refuse_unready(config)
+    whole = len(ranks) == dist.get_world_size()
+    group = None if whole else config.mesh.get_group()
+    return Fabric(ranks, group, float(config.rank_timeout))
+
+
+def _ranks_of(mesh: Any) -> list[int]:
+    """The ranks of the world that train together. raises  ConfigInvalid"""
+    if mesh is None:
+        return list(range(dist.get_world_size()))
+    if mesh.ndim != 1:
+        raise ConfigInvalid(
+            "mesh",
+            mesh,
+            f"has {mesh.ndim} dimensions; give the one whose ranks share the parameters, as "
+            'mesh["dp"] (replicating groups of ranks are not there yet)',
+        )
+    if mesh.device_type != "cpu":
+        raise ConfigInvalid(
+            "mesh", mesh, f"is of {mesh.device_type!r}: several ranks train on device='cpu' so far"
+        )
+    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    if dist.get_rank() not in ranks:
+        raise ConfigInvalid("mesh", mesh, f"does not contain this rank, {dist.get_rank()}")
+    return ranks
+
+
+def _refuse_unready(config: Config) -> None:
+    """Refuse what several ranks cannot do together yet. raises  Unsupported"""
+    asked = {
+        f"device={config.device!r}": torch.device(config.device or "cpu").type != "cpu",
+        "durable=True": config.durable,
+        f"param_dtype={config.param_dtype}": config.param_dtype is not None,
+        f"tile_bytes={config.tile_bytes}": config.tile_bytes is not None,
+    }
+    if said := [text for text, holds in asked.items() if holds]:
+        raise Unsupported(
+            f"{', '.join(said)} is asked for, and several ranks train one model: that is not "
+            "there yet together",
+            "leave it out (the device is 'cpu'); or start one process; or give mesh=False for a "
+            "model per rank",
+        )
+
+
+def config_of_rank(config: Config, fabric: Fabric) -> Config:
+    """What this rank opens: directories of its own, and its part of the machine's memory where no
+    budget is given."""
+    here = fabric.ranks_on_this_host
+    part = machine_bytes() // SHARE_OF_MACHINE // here
+    disks = config.disk if isinstance(config.disk, tuple) else ()
+    for path in disks:
+        Path(path).mkdir(mode=0o700, exist_ok=True)
+    dump = None if config.dump is None else Path(config.dump) / f"rank-{fabric.rank}"
+    return replace(
+        config,
+        device_memory=config.device_memory or part,
+        host_memory=config.host_memory or part,
+        disk=tuple(Path(path) / f"rank-{fabric.rank}" for path in disks) or None,
+        dump=dump,
+    )
+
+
+def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
+    """Check that all ranks open the same.
+
+    raises  RanksDiffer
+    """
+    rows = {name: str(getattr(config, name)) for name in ALIKE}
+    rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
+    text = ", ".join(f"{name}={value}" for name, value in rows.items())
+    fabric.agree("offload a model", text, text=text)
+
+
+def refuse_ranks(mesh: Any, fabric: Fabric | None) -> None:
+    """Refuse several ranks that train a model of which they do not know together: the process
+    group may be younger than the model.
 
     raises  Unsupported
     """
-    if mesh is False:
+    if mesh is False or fabric is not None:
         return
     told = next((text for text, size in _sizes() if size > 1), None)
     if told is not None:
         raise Unsupported(
-            f"several ranks were started ({told}), and each would train a model of its own: they "
-            "do not train one model together yet",
-            "start one process; or say mesh=False to zcompile.offload or zcompile.init if a model "
-            "per rank is what you want, each with a disk directory of its own",
+            f"several ranks are there ({told}), and the model was offloaded before they knew of "
+            "each other: each would train a model of its own",
+            "call torch.distributed.init_process_group before zcompile.offload or zcompile.init; "
+            "or say mesh=False there if a model per rank is what you want",
         )
+
+
+def _several() -> bool:
+    return any(size > 1 for _, size in _sizes())
 
 
 def _sizes() -> Iterator[tuple[str, int]]:

@@ -62,6 +62,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     fusions       with regions="inductor": how many `distinct` ones there are, those that were
                   `compiled` (or taken from torch's caches), those `loaded` from beside the run,
                   and what was `refused` and why: it is run eagerly. None with eager regions
+    fabric        only where several ranks train the model: `rank` of `ranks`, `bytes` that this one
+                  has sent (`gather`, `exchange`, `agree`), and `seconds` that those took
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """
@@ -74,6 +76,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     measured["fusions"] = None if session.fusions is None else session.fusions.as_stats()
     measured["step_s"] = session.executor.clocks.step_s()
     measured["predicted"] = session.controller.prediction()
+    if session.fabric is not None:
+        measured["fabric"] = session.fabric.totals(reset)
     if reset:
         session.meter.reset()
     return measured

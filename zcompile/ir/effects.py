@@ -36,13 +36,18 @@ class Slot:
 
 
 class Lane(enum.Enum):
-    """Where an instruction acts: in order on the compute stream, or beside it as a transfer."""
+    """Where an instruction acts: in order on the compute stream, or beside it as a transfer.
+
+    Collectives of one kind are carried out one after the other, in the order of the list.
+    """
 
     COMPUTE = "compute"
     IN = "in"
     """A transfer to the device."""
     OUT = "out"
     """A transfer off the device."""
+    FABRIC = "fabric"
+    """A collective: a transfer between ranks, which each of them starts in the same order."""
 
 
 class HomeRole(enum.Enum):
@@ -54,7 +59,7 @@ class HomeRole(enum.Enum):
     NEW = "an entry that the call makes"
 
 
-COMPUTE, IN, OUT = Lane
+COMPUTE, IN, OUT, FABRIC = Lane
 ENTRY, COPY, GRADIENT, NEW = HomeRole
 """Members by themselves: looking them up in their class takes long in walks of thousands."""
 
@@ -100,7 +105,7 @@ class Effects(NamedTuple):
     takes         slot that is taken from here on
     gives_back    slot that is not taken any more; registers over it are forgotten
     reads_slot    taken slot of which it reads the first `nbytes`
-    writes_slot   taken slot of which it writes the first `nbytes`
+    writes_slot   taken slot of which it writes `nbytes`: the first, or those from `slot_begin` on
     views         taken slot over whose first `nbytes` the registers lie that it defines
     home          bytes of an entry
     after         tickets that it waits for: a transfer starts, or compute goes on, once these are
@@ -110,6 +115,8 @@ class Effects(NamedTuple):
     lets_go       bytes that were live since a call before, outside the arena, and are not any more
     into          entries whose whole gradients are the registers that its region places
     nodes         nodes of the graph whose values the registers in `defines` get
+    slot_begin    first byte of `writes_slot` that it writes
+    fills         `writes_slot` has all its bytes afterwards, with those that were written before
     """
 
     kind: str
@@ -132,6 +139,13 @@ class Effects(NamedTuple):
     lets_go: int = 0
     into: tuple[EntryIndex, ...] = ()
     nodes: tuple[str, ...] = ()
+    slot_begin: int = 0
+    fills: bool = False
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks take part in it."""
+        return self.lane is FABRIC
 
     @property
     def is_transfer(self) -> bool:

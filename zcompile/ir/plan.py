@@ -135,6 +135,11 @@ class GraphPlan:
         (handle,) = [n for n in fetch.all_input_nodes if n.name in self.params]
         return self.params[NodeName(handle.name)]
 
+    def fetched_bytes(self, fetch: fx.Node) -> int:
+        """Bytes of the arena that a fetch fills: of a tensor whose shares ranks gather, all."""
+        spec = self.spec_of(fetch)
+        return layout_of_fetch(fetch).nbytes if spec.share is None else spec.nbytes
+
     @property
     def memory(self) -> Memory | None:
         """Memory curves with all saved values kept, and as it was chosen; None as long as the

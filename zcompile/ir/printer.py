@@ -126,6 +126,8 @@ def stream_of(x: Effects, homes: Sequence[str] = ()) -> str:
     homes  tier of each entry of the call; none, if they are not known
     """
     home = x.home
+    if x.is_collective:
+        return x.lane.value
     if home is None or not x.is_transfer or x.stays:
         return COMPUTE.value
     tier = homes[home.entry] if homes and home.role is ENTRY else home.tier

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zcompile.ir import ops
-from zcompile.ir.effects import COPY, GRADIENT, IN, NEW, OUT, Effects, HomeAccess
+from zcompile.ir.effects import COPY, FABRIC, GRADIENT, IN, NEW, OUT, Effects, HomeAccess
 from zcompile.ir.effects import EntryIndex as EntryIndex
 from zcompile.ir.effects import Instruction as Instruction
 from zcompile.ir.effects import Register as Register
@@ -51,6 +51,7 @@ class Fetch:
     after    the transfer starts once these are complete
     lasting  the entry outlives the step, so the fetch can be foreseen in the next one
     cast     bring the copy in another dtype that the store keeps beside the entry
+    offset   first byte of the slot that is written: of a share, which a `Gather` will make whole
     """
 
     entry: EntryIndex
@@ -62,6 +63,7 @@ class Fetch:
     name: str = ""
     lasting: bool = True
     cast: Cast | None = None
+    offset: int = 0
 
     @cached_property
     def effects(self) -> Effects:
@@ -78,6 +80,85 @@ class Fetch:
             takes=self.slot,
             writes_slot=self.slot,
             home=home,
+            after=self.after,
+            ticket=self.ticket,
+            slot_begin=self.offset,
+        )
+
+
+@dataclass(frozen=True)
+class Agree:
+    """Start comparing with all ranks what this call is: which collectives, over which entries.
+
+    The first collective of each kind comes after it, so that no byte moves between ranks that do
+    not do the same.
+    """
+
+    ticket: Ticket
+    name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects("agree", self.name, FABRIC, ticket=self.ticket)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Start bringing the shares of all ranks together in a slot, where this rank's lies in its
+    place.
+
+    entry   whose shares they are
+    nbytes  of all shares, padding included
+    """
+
+    entry: EntryIndex
+    nbytes: int
+    slot: Slot
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "gather",
+            self.name,
+            FABRIC,
+            self.nbytes,
+            writes_slot=self.slot,
+            after=self.after,
+            ticket=self.ticket,
+            fills=True,
+        )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Start giving every rank what all ranks have made of its share of a gradient.
+
+    value     the gradient that this rank has made; nothing writes to it until the `Reduce` behind
+              has arrived
+    register  becomes the parts of all ranks
+    nbytes    of the gradient
+    """
+
+    value: Register
+    register: Register
+    entry: EntryIndex
+    nbytes: int
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+    name: str = ""
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "exchange",
+            self.name,
+            FABRIC,
+            self.nbytes,
+            reads=(self.value,),
+            defines=(self.register,),
             after=self.after,
             ticket=self.ticket,
         )
@@ -179,7 +260,10 @@ class Reduce:
     With `of_nbytes`, the value is the tile from byte `begin` on of a gradient of that size; all
     tiles of a contribution come before those of the next one.
 
-    stays  it is at home in the memory that compute made it in; nothing moves
+    stays   it is at home in the memory that compute made it in; nothing moves
+    parts   register of what an `Exchange` has made of it: the sum of these goes home, in the order
+            of ranks
+    shared  all ranks take part, so that it is to be exchanged before (`passes/lower.py`)
     """
 
     value: Register
@@ -191,16 +275,19 @@ class Reduce:
     begin: int = 0
     of_nbytes: int = 0
     stays: bool = False
+    parts: Register | None = None
+    shared: bool = False
 
     @cached_property
     def effects(self) -> Effects:
+        parts = () if self.parts is None else (self.parts,)
         return Effects(
             "reduce",
             self.name,
             OUT,
             self.nbytes,
-            reads=(self.value,),
-            forgets=(self.value,) if self.drop else (),
+            reads=(self.value, *parts),
+            forgets=(self.value, *parts) if self.drop else parts,
             home=HomeAccess(
                 self.entry,
                 self.begin,
@@ -451,6 +538,13 @@ class Schedule:
         """Of its instructions, one by one."""
         return tuple([x.effects for x in self.instructions])
 
+    @cached_property
+    def collectives(self) -> tuple[tuple[str, int, int], ...]:
+        """What crosses between ranks, kind by kind in order: kind, entry, bytes."""
+        kinds = (Gather, Exchange)
+        rows = (x for kind in kinds for x in self.instructions if isinstance(x, kind))
+        return tuple((x.effects.kind, int(x.entry), x.nbytes) for x in rows)
+
     def regions(self) -> list[Region]:
         """What it computes, in order."""
         return [x.region for x in self.effects if x.region is not None]
@@ -569,6 +663,8 @@ class ReadValue(NamedTuple):
     in_place     it rests on the device, and is read there: nothing is fetched
     start        number of the region before which its fetch starts
     slot         its range of the arena; None as long as that is not decided, or if in place
+    share        of the `nbytes`, those that rest on this rank, [begin, end): all ranks gather the
+                 others; None: all of them
     """
 
     entry: EntryIndex
@@ -586,6 +682,7 @@ class ReadValue(NamedTuple):
     in_place: bool = False
     start: int = 0
     slot: Slot | None = None
+    share: tuple[int, int] | None = None
 
 
 Departure = Reduce | Offload | Left | Drop

@@ -825,6 +825,15 @@ def tell_of_compiling(begins: Callable[[object], None], ends: Callable[[object],
         handler.register_end_callback(ends)
 
 
+def store_of_ranks(name: str) -> Any:
+    """A connection of its own to the store through which the ranks of torch.distributed have found
+    each other, for keys that begin with `name`."""
+    from torch.distributed import distributed_c10d  # not every build of torch has it
+
+    store: Any = distributed_c10d._get_default_store()
+    return distributed_c10d.PrefixStore(name, store.clone())
+
+
 def compiled_frame() -> int | None:
     """A number that names the function which torch compiles on this thread; None outside of
     that."""

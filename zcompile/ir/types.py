@@ -236,6 +236,9 @@ class ParamSpec:
     sink        its gradient is consumed in the graph and becomes `param.grad` (a tiered leaf)
     home        the tier it rested on when the graph was compiled, for people
     activation  a value that forward offloads and backward fetches, new in every call
+    share       its bytes that rest on this rank, [begin, end) of `nbytes`, the other ranks have the
+                others; None: all
+    shared      several ranks train it: its gradient is theirs
     """
 
     name: ParamName
@@ -244,6 +247,8 @@ class ParamSpec:
     sink: bool
     home: str = "host"
     activation: bool = False
+    share: tuple[int, int] | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ _FLOPS = {
     "TFLOP": 10**12,
     "PFLOP": 10**15,
 }
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*\Z")
 _RATE = re.compile(r"(.*?)\s*/\s*s\s*\Z")
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*\Z")
@@ -127,6 +128,24 @@ def parse_rate(text: float | str) -> float:
         return float(parse_size(match[1]))
     if text <= 0:
         raise ValueError(f"{text!r} is not a rate: it must be more than zero bytes per second")
+    return float(text)
+
+
+def parse_seconds(text: float | str) -> float:
+    """Seconds from a number or from "60s", "5min", "1h", "200ms".
+
+    raises  ValueError with a sentence, if the text is not a time or not positive
+    """
+    if isinstance(text, bool) or not isinstance(text, int | float | str):
+        raise ValueError(f"{text!r} is not a time; write seconds or a text like '60s'")
+    if isinstance(text, str):
+        match = _SIZE.match(text)
+        factor = None if match is None else _SECONDS.get(match[2])
+        if match is None or factor is None:
+            raise ValueError(f"{text!r} is not a time; write it like '60s', '5min' or 60")
+        text = float(match[1]) * factor
+    if not 0 < text < float("inf"):
+        raise ValueError(f"{text!r} is not a time that one can wait")
     return float(text)
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir import ops
 from zcompile.ir.graph import phase_of, region_of
-from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan, layout_of_fetch
+from zcompile.ir.plan import NOTHING_BESIDE, GraphMemory, GraphPlan
 from zcompile.ir.types import Phase
 from zcompile.memory.allocator import Block, fits, pack, pack_quickly, packed_bytes
 
@@ -57,7 +57,7 @@ def needs_of(graph: fx.Graph, plan: GraphPlan, phase: Phase) -> tuple[Need, ...]
     for fetch, first in firsts.items():
         assert first is not None, f"no region reads %{fetch.name}"
         name = str(plan.spec_of(fetch).name)
-        found.append(Need(name, first, lasts[fetch], layout_of_fetch(fetch).nbytes))
+        found.append(Need(name, first, lasts[fetch], plan.fetched_bytes(fetch)))
     return tuple(found)
 
 

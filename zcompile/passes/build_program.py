@@ -197,7 +197,8 @@ class _Builder:
                 continue
             handle = user.args[1]
             assert isinstance(handle, fx.Node)
-            if self.plan.params[NodeName(handle.name)].layout == Layout.of(node.meta["val"]):
+            spec = self.plan.params[NodeName(handle.name)]
+            if not spec.shared and spec.layout == Layout.of(node.meta["val"]):
                 found[position] = self.handles[handle]
         return found
 
@@ -227,18 +228,21 @@ class _Builder:
         assert isinstance(handle, fx.Node)
         spec = self.plan.params[NodeName(handle.name)]
         brings, first = layout_of_fetch(fetch), len(self.regions)
+        # Of a tensor whose shares ranks gather, all bytes come, whatever is read of them.
+        gathered = spec.share is not None
         self.waited[fetch] = ReadValue(
             self.handles[handle],
             str(spec.name),
             self._register(node),
-            replace(brings, offset=0),
-            brings.offset * brings.dtype.itemsize,
-            brings.nbytes,
+            brings if gathered else replace(brings, offset=0),
+            0 if gathered else brings.offset * brings.dtype.itemsize,
+            self.plan.fetched_bytes(fetch),
             first,
             first,
             lasting=not spec.activation,
             cast=_cast(spec, brings),
             start=first,
+            share=spec.share,
         )
 
     def _reduce(self, node: fx.Node) -> None:
@@ -255,6 +259,7 @@ class _Builder:
             self.last_reader.get(grad) is node,
             str(spec.name),
             departing_bytes(node, self.plan.params),
+            shared=spec.shared,
         )
         if at:
             (offset,) = at

@@ -6,16 +6,21 @@ from dataclasses import replace
 from zcompile.ir.byte_ranges import ByteRanges
 from zcompile.ir.schedule import (
     SERIALS,
+    Agree,
     Borrow,
     Departure,
     Drop,
+    Exchange,
     Fetch,
     Free,
+    Gather,
     Instruction,
     Left,
     Offload,
     ReadValue,
+    Reduce,
     RegionProgram,
+    Register,
     Run,
     Schedule,
     Slot,
@@ -33,7 +38,13 @@ def lower(program: RegionProgram) -> Schedule:
     c: read in place by 1                         wait a; run 0; free a
                                             ->    wait b; borrow c; run 1; free b
 
-    What a late update has written is stored before it is freed.
+    What a late update has written is stored before it is freed. Where ranks hold shares, a fetch
+    brings this rank's, and all ranks gather the others behind it; a gradient is exchanged before it
+    goes home:
+
+    a: a share of [0, 2K)                         agree; fetch a -> [0, 2K)
+    after 0: the gradient of a, shared      ->    gather a -> [0, 4K)
+                                                  wait a; run 0; free a; exchange a; reduce a
     """
     lowering = _Lowering(program)
     instructions = tuple(lowering.instructions())
@@ -41,6 +52,7 @@ def lower(program: RegionProgram) -> Schedule:
         program.outline,
         instructions=instructions,
         serial=next(SERIALS),
+        registers=lowering.registers,
         arena_bytes=max((v.slot.end for v in program.values if v.slot is not None), default=0),
         peak_bytes=lowering.peak_bytes,
         budget_bytes=program.budget_bytes,
@@ -56,11 +68,18 @@ class _Lowering:
     read     byte of the arena -> the last region that read what lay there
     stored   byte of the arena -> the last store from there
 
+    agreed   ticket of the agreement, for the first collective of each kind; None: not yet
+    waits    kinds of collectives of which none was emitted
+
     peak_bytes  largest sum of slots taken at once
+    registers   those of the program, and one for the parts of each gradient that is exchanged
     """
 
     def __init__(self, program: RegionProgram) -> None:
         self._program = program
+        self.registers = program.outline.registers
+        self._agreed: Ticket | None = None
+        self._waits: set[type] = {Gather, Exchange}
         self._rows: list[Instruction] = []
         self._tickets = 0
         self._taken_bytes = self.peak_bytes = 0
@@ -83,17 +102,25 @@ class _Lowering:
                 starting[value.start].append(value)
                 arriving[value.first].append(value)
                 leaving[value.last].append(value)
-        fetched: dict[int, Fetch] = {}
+        arrived: dict[int, Ticket] = {}
         rows = self._rows
+        if _has_collectives(self._program):
+            self._agreed = self._ticket()
+            rows.append(Agree(self._agreed, self._program.outline.call_kind))
         for n, run in enumerate(self._program.regions):
             self._depart(n)
             for value in starting[n]:
-                fetched[value.register] = fetch = self._fetch(value)
+                fetch = self._fetch(value)
                 rows.append(fetch)
                 self._taken_bytes += fetch.slot.nbytes
+                arrived[value.register] = fetch.ticket
+                if value.share is not None:
+                    gather = self._gather(value, fetch)
+                    rows.append(gather)
+                    arrived[value.register] = gather.ticket
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes)
             for value in arriving[n]:
-                ticket, slot = fetched[value.register].ticket, _slot_of(value)
+                ticket, slot = arrived[value.register], _slot_of(value)
                 rows.append(Wait(ticket, slot, value.layout, value.register, value.name))
             for v in in_place[n]:
                 rows.append(Borrow(v.entry, v.begin, v.layout, v.register, v.writes, v.name))
@@ -130,17 +157,32 @@ class _Lowering:
         last = max(self._read.over(slot.address, slot.end), default=None)
         stores = set(self._stored.over(slot.address, slot.end))
         after = () if last is None else (self._mark(last), *sorted(stores))
+        begin, end = (0, value.nbytes) if value.share is None else value.share
         return Fetch(
             value.entry,
             value.begin,
-            value.nbytes,
+            end - begin,
             slot,
             self._ticket(),
             after,
             value.name,
             value.lasting,
             value.cast,
+            begin,
         )
+
+    def _gather(self, value: ReadValue, fetch: Fetch) -> Gather:
+        """The gather that makes a share whole, once it is there."""
+        after = (*self._after_agreement(Gather), fetch.ticket)
+        return Gather(value.entry, value.nbytes, fetch.slot, self._ticket(), after, value.name)
+
+    def _after_agreement(self, kind: type) -> tuple[Ticket, ...]:
+        """The ticket of the agreement, if this is the first collective of its kind."""
+        if kind not in self._waits:
+            return ()
+        self._waits.discard(kind)
+        assert self._agreed is not None, "it comes first"
+        return (self._agreed,)
 
     def _store(self, value: ReadValue, slot: Slot, region: int) -> None:
         """Send a value home that was written, once its last reader is done with it."""
@@ -153,7 +195,20 @@ class _Lowering:
     def _depart(self, n: int) -> None:
         """What leaves between region n - 1, which may have made it, and region n."""
         for x in self._program.departures[n]:
-            self._rows.append(self._departure(x, (self._mark(n - 1),) if n else ()))
+            after = (self._mark(n - 1),) if n else ()
+            if isinstance(x, Reduce) and x.shared:
+                exchange = self._exchange(x, after)
+                self._rows.append(exchange)
+                x = replace(x, parts=exchange.register)
+                after = (*after, exchange.ticket)
+            self._rows.append(self._departure(x, after))
+
+    def _exchange(self, x: Reduce, after: tuple[Ticket, ...]) -> Exchange:
+        """The exchange of a gradient between ranks, before it goes home."""
+        self.registers += 1
+        after = (*self._after_agreement(Exchange), *after)
+        register = Register(self.registers - 1)
+        return Exchange(x.value, register, x.entry, x.nbytes, self._ticket(), after, x.name)
 
     def _departure(self, x: Departure, after: tuple[Ticket, ...]) -> Departure:
         if isinstance(x, Drop):
@@ -164,6 +219,14 @@ class _Lowering:
             self._offloads[x.ticket] = ticket = self._ticket()
             return replace(x, ticket=ticket, after=after)
         return replace(x, after=after)
+
+
+def _has_collectives(program: RegionProgram) -> bool:
+    """Whether anything crosses between ranks."""
+    leaving = (x for rows in program.departures for x in rows)
+    return any(v.share is not None for v in program.fetched) or any(
+        isinstance(x, Reduce) and x.shared for x in leaving
+    )
 
 
 def _slot_of(value: ReadValue) -> Slot:

@@ -19,7 +19,8 @@ def schedule_prefetch(program: RegionProgram, max_lead: int) -> RegionProgram:
     """
     needs = [Need(v.name, v.first, v.last, v.nbytes) for v in program.fetched]
     where = program.outline.phase.value
-    starts = iter(choose_starts(needs, program.budget_bytes, max_lead, where))
+    chosen = choose_starts(needs, program.budget_bytes, max_lead, where)
+    starts = iter(_in_order_of_readers(chosen, [v.share is not None for v in program.fetched]))
     return program.with_values(
         v if v.in_place else v._replace(start=next(starts)) for v in program.values
     )
@@ -56,6 +57,21 @@ def choose_starts(
         else:
             high = allowance
     return best
+
+
+def _in_order_of_readers(starts: Sequence[int], gathered: Sequence[bool]) -> list[int]:
+    """The starts, those of gathered values in the order of their first readers.
+
+    All ranks gather in the order of the list, which must then be the same on all of them: it is up
+    to the graph alone, and not to the bytes that a rank has. A start moves no further than to its
+    first reader, since those that it waits for are read before it.
+    """
+    made, latest = list[int](), 0
+    for start, gathers in zip(starts, gathered, strict=True):
+        if gathers:
+            start = latest = max(start, latest)
+        made.append(start)
+    return made
 
 
 def _leads(needs: Sequence[Need], allowance: int, max_lead: int) -> tuple[int, ...]:

@@ -23,10 +23,13 @@ from torch import Tensor
 from zcompile.errors import ParameterChanged, TierFull, Unsupported
 from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
+    Agree,
     Borrow,
     Drop,
+    Exchange,
     Fetch,
     Free,
+    Gather,
     GradientOf,
     Left,
     Literal,
@@ -48,6 +51,7 @@ from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
+from zcompile.runtime.ranks.fabric import Fabric, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy, refresh_copies, source_of
 from zcompile.runtime.store.store import Entry, Store
@@ -269,8 +273,12 @@ class Executor:
         """
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self._policy.step_ended(step)
+        recorded = schedule if of is ... else of
         with deferred_interrupts():
-            return self._run(schedule, args, entries, schedule if of is ... else of)
+            if self.store.fabric is None:
+                return self._run(schedule, args, entries, recorded)
+            with told_to_ranks(self.store.fabric):
+                return self._run(schedule, args, entries, recorded)
 
     def note_waiting(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Record a call of an optimizer of which nothing is walked yet, since its updates are
@@ -511,7 +519,9 @@ class _Call:
             self.gradients.on_device.begin(self.schedule, self.leaves)
             self._run_instructions()
             self.gradients.on_device.end()
-        except BaseException:
+        except BaseException as error:
+            if self.store.fabric is not None:
+                self.store.fabric.failed_here(error)  # before anything is waited for
             try:
                 self._send_updates()
             finally:
@@ -616,6 +626,12 @@ class _Call:
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
         leaf = self.leaves[reduce.entry]
+        if reduce.parts is not None:
+            exchanged, self.values[reduce.parts] = self.values[reduce.parts], None
+            in_flight.note(grad, exchanged.ticket)
+            in_flight.sent(nbytes, freed)  # what ranks make of it lies in memory of the host
+            self.gradients.exchanged.take(leaf, grad.dtype, exchanged)
+            return
         held = self.gradients.on_device.receive(leaf, grad)
         if held is not None:
             in_flight.note(held, self.begun)
@@ -623,6 +639,32 @@ class _Call:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
             self.gradients.take(leaf, grad, offset, self._after(reduce.after))
         in_flight.sent(nbytes, freed, stays=reduce.stays and held is not None)
+
+    def _agree(self, agree: Agree) -> None:
+        """Start comparing with the other ranks which collectives this call has, over what."""
+        fabric, entries = self._fabric, self.entries
+        names = [(kind, entries[at].name, nbytes) for kind, at, nbytes in self.schedule.collectives]
+        text = f"of {self.schedule.name}: {len(names)} collectives"
+        self.tickets[agree.ticket] = fabric.begin_agreement(agree.name, digest_of(names), text)
+
+    def _gather(self, gather: Gather) -> None:
+        whole = self.store.arena.slot(gather.slot.address, gather.nbytes)
+        after = [self.begun, *self._after(gather.after), *self.store.readers(whole)]
+        name = self.entries[gather.entry].name
+        self.tickets[gather.ticket] = self._fabric.gather(whole, name, after)
+
+    def _exchange(self, x: Exchange) -> None:
+        leaf, entry = self.leaves[x.entry], self.entries[x.entry]
+        after = self._after(x.after) or [self.store.device.mark()]
+        grad = self.gradients.exchanged.before(leaf, self.values[x.value])
+        made = self._fabric.exchange(grad, entry.partition, entry.name, after)
+        self.values[x.register], self.tickets[x.ticket] = made, made.ticket
+
+    @property
+    def _fabric(self) -> Fabric:
+        fabric = self.store.fabric
+        assert fabric is not None, "there are collectives"
+        return fabric
 
     def _after(self, tickets: Sequence[int]) -> list[Ticket]:
         return [self.tickets[t] for t in tickets]
@@ -640,7 +682,7 @@ class _Call:
         self.store.meter.count("gathers", int(self.schedule.phase is not Phase.STEP))
         return self.store.fetch(
             entry,
-            arena.slot(fetch.slot.address, fetch.nbytes),
+            arena.slot(fetch.slot.address + fetch.offset, fetch.nbytes),
             begin=fetch.begin,
             after=[self.begun, *self._after(fetch.after)],
         )
@@ -702,6 +744,9 @@ ACTIONS: dict[type, Action] = {
     Left: _Call._left,
     Drop: _Call._drop,
     StoreHome: _Call._put,
+    Agree: _Call._agree,
+    Gather: _Call._gather,
+    Exchange: _Call._exchange,
 }
 """Class of an instruction -> what a call does to carry one out."""
 

@@ -178,7 +178,7 @@ class Foresight:
             try:
                 ticket = self._store.fetch(
                     entry,
-                    arena.slot(slot.address, fetch.nbytes),
+                    arena.slot(slot.address + fetch.offset, fetch.nbytes),
                     begin=fetch.begin,
                     after=after,
                     ahead=True,

@@ -95,6 +95,8 @@ class Board:
         self._lock = threading.RLock()
         self._stacks: dict[int, list[Work]] = {}
         """Thread -> its open works, the outermost first; the oldest thread first."""
+        self._unseen: list[Work] = []
+        """Open works that are not shown."""
         self._display: Display | None = None
         self._next = 0.0
         self._timer: tuple[threading.Thread, threading.Event] | None = None
@@ -125,6 +127,7 @@ class Board:
     def opened(self, work: Work) -> None:
         """Take note of a work that begins in this thread."""
         if not shows_progress():
+            self._unseen.append(work)
             return
         with self._lock:
             work.began = self._clock()
@@ -135,6 +138,8 @@ class Board:
     def closed(self, work: Work) -> None:
         """Take note of the end of a work; of one that is not open too."""
         timer = None
+        if work in self._unseen:
+            self._unseen.remove(work)
         with self._lock:
             for thread, works in list(self._stacks.items()):
                 if work not in works:
@@ -151,6 +156,12 @@ class Board:
             # It may close a work itself: of a generator that is collected while it shows a line.
             if looking is not threading.current_thread():
                 looking.join()
+
+    def doing(self) -> str:
+        """The works of the oldest thread, the outermost first, shown or not; "" if none is open."""
+        with self._lock:
+            works = next(iter(self._stacks.values()), self._unseen)
+            return "; ".join(map(str, list(works)))
 
     def _line(self, now: float) -> Line | None:
         works = next(iter(self._stacks.values()), None)

@@ -42,6 +42,7 @@ from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.live_memory import InFlightGradients, LiveMemory, LiveStorages, PendingReads
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.open import Opening, open_resources
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import MakeCopy
 from zcompile.runtime.store.store import Entry, Store
@@ -329,9 +330,13 @@ class Session(Store):
     computes = True
 
     def __init__(
-        self, config: Config, others: Collaborators, opening: Opening = open_resources
+        self,
+        config: Config,
+        others: Collaborators,
+        opening: Opening = open_resources,
+        fabric: Fabric | None = None,
     ) -> None:
-        super().__init__(config, opening, others.apply_deferred)
+        super().__init__(config, opening, others.apply_deferred, fabric)
         self.wrap = others.wrap
         self._pending_reads = PendingReads()
         self.norms = others.norms()
@@ -459,7 +464,7 @@ class Session(Store):
     def may_update_late(self) -> bool:
         """Whether updates may wait for the next forward: a durable run commits them when the
         optimizer is done."""
-        return self.commit_log is None
+        return self.commit_log is None and self.fabric is None
 
     def cancel_step(self) -> None:
         """The step that has begun does not come; it has changed nothing yet."""
@@ -596,7 +601,7 @@ class Session(Store):
         beside = self.live_memory.more(here)
         whole = WholeTensorOp(
             f"{op} of {self.stepping}",
-            [(e.name, aligned(e.nbytes)) for e in entries],
+            [(e.name, aligned(e.whole_bytes)) for e in entries],
             [("plain tensors it is called with", beside), ("what it makes", nbytes)],
         )
         if self.live_memory.nbytes + beside + nbytes > self.split.held_bytes:
@@ -657,6 +662,10 @@ class Session(Store):
         _, handle, ticket = executor.offload(self, value, Layout.of(value), tier, name, after)
         ticket.join_compute()
         return handle
+
+    def readers(self, target: Tensor) -> Sequence[Ticket]:
+        """The transfers that still read the bytes of `target`."""
+        return self._pending_reads.of(target)
 
     def wait_for_readers(self, target: Tensor) -> None:
         """Compute may write to `target` from here on: no transfer reads it any more."""

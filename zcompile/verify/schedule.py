@@ -4,12 +4,20 @@ Every access of every byte can be read off the effects of the instructions (`ir/
 fetch writes a slot, compute touches it at the runs that read its register, and through views at any
 run until it is given back; a store or a gradient reads it; a borrow touches an entry where it
 rests. Two accesses of the same bytes, one of
-them writing, must be ordered by `happens_before.py`, the way that was meant. What the runtime
-promises beyond the list:
+them writing, must be ordered by `happens_before.py`, the way that was meant.
+
+Ranks do not deadlock if each collective waits for what comes before it in a schedule alone, and all
+ranks start those of one kind in the same order. The first is read off the tickets: none is waited
+for that was not given out, and collectives of a kind are carried out in the order of the list. The
+second is agreed on in each call before the first of them: no collective of any kind comes before
+that. Gathers stand in the order of their first readers, which is up to the graph alone.
+
+What the runtime promises beyond the list:
 
     a fetch comes after all compute that was submitted before its walk began
     a fetch comes after what earlier walks still move out of the bytes it will lie in, and after
-    gradients that leave from there, whose end has no ticket
+    gradients that leave from there, whose end has no ticket; a gather likewise, of all it fills
+    collectives of one kind are carried out one after the other, in the order of their submission
     transfers of the same bytes of an entry take effect at home in the order of their submission,
     and a borrow waits for those before it
 
@@ -25,7 +33,7 @@ from dataclasses import dataclass, field
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.byte_ranges import ByteRanges
-from zcompile.ir.effects import COMPUTE, IN, OUT, Effects, HomeAccess
+from zcompile.ir.effects import COMPUTE, FABRIC, IN, OUT, Effects, HomeAccess
 from zcompile.ir.handover import Handover
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
@@ -78,7 +86,8 @@ class SlotUse:
     taker    effects of the instruction that takes it
     span     bytes of the entry that it brings; None: of none
     at       moment at which that instruction was submitted
-    brought  the transfer, or compute, that writes the slot first
+    brought  the transfer, or compute, that wrote the slot last; a gather fills it after a fetch
+    filled   bytes that are there by then, from the first on
     touched  the last moment of compute that may have read or written the slot
     stores   transfers that read the slot
     """
@@ -92,6 +101,12 @@ class SlotUse:
     touched: int = NEVER
     stores: list[Transfer] = field(default_factory=list)
     freed: bool = False
+    gathered: bool = False
+    filled: int = -1
+
+    def __post_init__(self) -> None:
+        if self.filled < 0:  # of a share that begins elsewhere nothing can be read yet
+            self.filled = 0 if self.taker.slot_begin else self.taker.nbytes
 
     @property
     def name(self) -> str:
@@ -139,6 +154,14 @@ class Walk:
         self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
         self._leaving: dict[EntryIndex, _Tiles] = {}
+        self.parts: dict[Register, tuple[Effects, Transfer]] = {}
+        """What an exchange makes of a gradient, until that goes home."""
+        self.agreement: Transfer | None = None
+        """Of all ranks on what the call is."""
+        self.unread: list[SlotUse] = []
+        """What was gathered and is still to be read, in order."""
+        self.last_collective: dict[str, Transfer] = {}
+        """The collective of each kind that was started last."""
 
     def written(self) -> list[Hashable]:
         """The entries whose bytes it writes."""
@@ -252,6 +275,8 @@ class Proof:
         if x.reads:
             self._read_registers(walk, x)
         act = self._act(walk, x)
+        if x.lane is FABRIC:
+            act = _collective(walk, x, act)
         if x.ticket is not None:
             walk.new(x.ticket)
             if x.lane is COMPUTE:
@@ -267,7 +292,7 @@ class Proof:
             self._write_slot(walk, x, act, span)
         if x.reads_slot is not None:
             self._read_slot(walk, x, act, span)
-        if x.lane is OUT and x.reads:
+        if x.is_transfer and x.reads:
             self._send(walk, x, act, span)
         if x.gives_back is not None:
             self._give_back(walk, x)
@@ -275,6 +300,8 @@ class Proof:
             walk.forget(register)
         for register in x.defines:
             walk.define(register, self.now)
+            if x.lane is FABRIC:
+                walk.parts[register] = x, act
         if x.views is not None:
             self._view(walk, x)
         if x.lane is COMPUTE:
@@ -290,6 +317,8 @@ class Proof:
         """
         for use in walk.taken.values():
             raise walk.fail(f"{use.name!r} is never given back")
+        for exchanged, _ in walk.parts.values():
+            raise walk.fail(f"the exchanged gradient of {exchanged.name!r} never goes home")
         for leaves in walk.leaving.values():
             raise walk.fail(f"nobody waits until {leaves.name!r} has left")
         walk.all_tiles_left()
@@ -322,7 +351,7 @@ class Proof:
                     transfer.wait_at(self.now)
             return Transfer.at(self.now)
         moments, transfers = walk.after(x.after)
-        if x.lane is IN:
+        if x.lane is IN or x.fills:
             moments.append(walk.begun)
         return start(moments, transfers)
 
@@ -337,6 +366,8 @@ class Proof:
                 raise walk.fail(f"register {register} {why}")
             if x.lane is not COMPUTE:
                 continue
+            if register in walk.parts:
+                raise walk.fail(f"register {register} is exchanged, and computed with as a value")
             if register in walk.bound:
                 self._touch(walk, walk.bound[register])
             elif register in walk.written_in_place:
@@ -354,8 +385,10 @@ class Proof:
         """Give the bytes of a slot to its new use, if nothing else uses them."""
         slot, name, nbytes = use.slot, use.name, use.taker.nbytes
         # A read from disk may fill whole granules, so that it reaches into the padding.
-        if nbytes and aligned(nbytes) > slot.nbytes:
+        if nbytes and use.taker.slot_begin + aligned(nbytes) > slot.nbytes:
             raise walk.fail(f"{name!r} brings {nbytes} bytes into {slot.nbytes}")
+        if use.taker.slot_begin % ALIGNMENT:
+            raise walk.fail(f"the share of {name!r} lies between two multiples of {ALIGNMENT}")
         if slot.address % ALIGNMENT:
             raise walk.fail(
                 f"the slot of {name!r} begins at {slot.address}, between two multiples "
@@ -383,10 +416,23 @@ class Proof:
         assert x.writes_slot is not None
         use = walk.use_of(x.writes_slot, x.name)
         _comes_after(walk, x, act, use, True)
-        if x.lane is COMPUTE:
+        if x.fills:
+            self._fill(walk, x, act, use)
+        elif x.lane is COMPUTE:
             use.touched = self.now
         else:
-            use.brought, use.span, use.at = act, span, self.now
+            use.brought, use.span, use.at, use.filled = act, span, self.now, x.nbytes
+
+    def _fill(self, walk: Walk, x: Effects, act: Transfer, use: SlotUse) -> None:
+        """Gather the shares of all ranks in a slot that this rank's was brought to."""
+        if x.nbytes > use.slot.nbytes:
+            raise walk.fail(f"{x.name!r} gathers {x.nbytes} bytes into {use.slot.nbytes}")
+        if use.gathered:
+            raise walk.fail(f"{x.name!r} is gathered twice")
+        if use.name != x.name:
+            raise walk.fail(f"{x.name!r} is gathered where {use.name!r} lies")
+        use.brought, use.filled, use.gathered = act, x.nbytes, True
+        walk.unread.append(use)
 
     def _read_slot(self, walk: Walk, x: Effects, act: Transfer, span: Span | None) -> None:
         """Read bytes of a slot that is taken, and write them to an entry."""
@@ -400,10 +446,8 @@ class Proof:
             )
         if not act.starts_after_end_of(use.brought):
             raise walk.fail(f"the {x.kind} of {x.name!r} does not wait for its {_kind(use)}")
-        if x.nbytes > use.taker.nbytes:
-            raise walk.fail(
-                f"{x.name!r} reads {x.nbytes} bytes of {use.taker.nbytes} that were brought"
-            )
+        if x.nbytes > use.filled:
+            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes of {use.filled} that were brought")
         if x.lane is COMPUTE:
             self._touch(walk, use)
             return
@@ -434,10 +478,16 @@ class Proof:
         if other or not use.brought.ended_by(self.now):
             waits = " and ".join(map(str, x.after)) or "none"
             raise walk.fail(f"it waits for ticket {waits}, the bytes come with {use.taker.ticket}")
-        if x.nbytes > use.taker.nbytes:
-            raise walk.fail(
-                f"{x.name!r} reads {x.nbytes} bytes of {use.taker.nbytes} that were brought"
-            )
+        if x.nbytes > use.filled:
+            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes of {use.filled} that were brought")
+        if use in walk.unread:
+            if walk.unread[0] is not use:
+                first = walk.unread[0].name
+                raise walk.fail(
+                    f"{x.name!r} is gathered after {first!r}, and read before: the order of "
+                    "gathers is not that of their readers, as it is on other ranks"
+                )
+            walk.unread.pop(0)
         walk.bound |= dict.fromkeys(x.defines, use)
 
     def _borrow(self, walk: Walk, x: Effects, span: Span) -> None:
@@ -456,14 +506,20 @@ class Proof:
         what = f"the gradient of {x.name!r}" if x.is_gradient else repr(x.name)
         for register in x.reads:
             # The runtime knows what arena bytes leave only for transfers without a ticket.
-            if register in walk.borrowed or (x.ticket is not None and register in walk.bound):
+            held = x.ticket is not None and x.lane is OUT and register in walk.bound
+            if register in walk.borrowed or held:
                 raise walk.fail(
                     f"{what} lies in bytes of an entry or of the arena, which may change while it "
                     "leaves"
                 )
-            if not act.starts_after(walk.made_at[register]):
+            if not act.starts_after(walk.made_at[register]) and register not in walk.parts:
                 raise walk.fail(f"{what} leaves before it is computed")
-        made = max(walk.made_at[register] for register in x.reads)
+        if x.lane is FABRIC:
+            return  # it is at home once it is summed up
+        _parts_leave(walk, x, act)
+        made = max(walk.made_at[register] for register in x.reads if register not in walk.parts)
+        for register in x.reads:
+            walk.parts.pop(register, None)
         if span is not None and not self._homes.store(span, None, made, self.now):
             raise walk.fail(f"{x.name!r} goes home after later compute read it from there")
         if x.ticket is not None:
@@ -473,6 +529,42 @@ class Proof:
                 walk.tile_leaves(x.home, x.name)
             if x.stays:
                 _stays(walk, x, x.home)
+
+
+def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:
+    """Check the order of a collective; returns what it does, which the lane puts behind the one of
+    its kind before."""
+    if x.ticket is None:
+        raise walk.fail(f"nobody can wait for the {x.kind} of {x.name!r}")
+    last = walk.last_collective.get(x.kind)
+    if last is not None:
+        act = start([act.passed], [last, *act.after])
+    if not (x.fills or x.defines):
+        if walk.agreement is not None or walk.last_collective:
+            raise walk.fail("the ranks agree on the call after its first collective")
+        walk.agreement = act
+    elif walk.agreement is None or not act.starts_after_end_of(walk.agreement):
+        raise walk.fail(
+            f"the {x.kind} of {x.name!r} does not wait until the ranks agree on the call"
+        )
+    walk.last_collective[x.kind] = act
+    return act
+
+
+def _parts_leave(walk: Walk, x: Effects, act: Transfer) -> None:
+    """Check that a gradient which is exchanged goes home once that is over, and as itself."""
+    if not x.is_gradient:
+        return
+    for register in x.reads:
+        if register not in walk.parts:
+            continue
+        exchange, arrives = walk.parts[register]
+        if not act.starts_after_end_of(arrives):
+            raise walk.fail(f"the gradient of {x.name!r} goes home before it is exchanged")
+        if exchange.name != x.name or exchange.reads[0] not in x.reads:
+            raise walk.fail(
+                f"the gradient of {x.name!r} goes home as the exchanged one of {exchange.name!r}"
+            )
 
 
 def _kind(use: SlotUse) -> str:

@@ -47,6 +47,12 @@ def assign_data(cls: Any, tiered: Any, value: Tensor) -> None:
     ):
         return
     _check_same_kind(tiered, value)
+    if tiered.entry.store.fabric is not None:
+        raise Unsupported(
+            f"the .data of {tiered._name_in_store()!r} is assigned, and several ranks train the "
+            "model: which elements this rank holds would not be known",
+            "write to the parameter instead, under torch.no_grad() (p.copy_(x)), on every rank",
+        )
     if ours is not None and ours.store_key == tiered.store_key:
         _point_to(cls, tiered, ours._handle, ours.entry_layout)
         return

@@ -37,10 +37,19 @@ from zcompile.runtime.eager.rows import (
     Application,
     counts_writes_in_kernels,
     is_elementwise,
+    leaves_of,
     rows_of,
     streamable,
 )
+from zcompile.runtime.eager.shared import (
+    agree_on_found_inf,
+    agree_on_op,
+    fabric_of,
+    norms_over_ranks,
+)
 from zcompile.runtime.eager.streaming import Learn, list_call, stream
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.values import agreed_value
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 
@@ -74,6 +83,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
+    if (fabric := fabric_of(cls, args, kwargs)) is not None:
+        agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
+        if (norms := norms_over_ranks(cls, fabric, func, args, kwargs)) is not None:
+            return norms
     repeat = None if has_lazy_results(args, kwargs) else list_call(cls, func, args, kwargs)
     if repeat is not None and repeat.rerun():
         return None
@@ -97,7 +110,9 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         if done is not NotImplemented:
             return done
     apps = rows_of(func, args, kwargs)
-    results = _apply(cls, func, apps, None if repeat is None else repeat.learn)
+    results = _apply(cls, func, apps, None if repeat is None else repeat.learn, fabric)
+    if fabric is not None:
+        agree_on_found_inf(fabric, func, args)
     if func._schema.is_mutable and _returns_written(func):
         return apps[0].written()[0]
     if len(func._schema.returns) == 0:
@@ -187,12 +202,12 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             view.is_conj(),
             view.is_neg(),
         )
-        if layout.end_bytes > base.entry.nbytes and layout.numel:
+        if layout.end_bytes > base.entry.whole_bytes and layout.numel:
             raise RuntimeError(  # as torch says it
                 f"setStorage: sizes {list(layout.size)}, strides {list(layout.stride)}, "
                 f"storage offset {layout.offset}, and itemsize {layout.dtype.itemsize} requiring a "
                 f"storage size of "
-                f"{layout.end_bytes} are out of bounds for storage of size {base.entry.nbytes}"
+                f"{layout.end_bytes} are out of bounds for storage of size {base.entry.whole_bytes}"
             )
         return cls.sharing(base, layout)
 
@@ -203,11 +218,16 @@ def _view(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
 
 
 def _apply(
-    cls: type, func: Dispatched, apps: Sequence[Application], learn: Learn | None
+    cls: type,
+    func: Dispatched,
+    apps: Sequence[Application],
+    learn: Learn | None,
+    fabric: Fabric | None,
 ) -> list[Any]:
     """Run rows: consecutive streamable rows of one session as one schedule, the others one by one.
 
-    learn  is told, if there is one schedule for all
+    learn   is told, if there is one schedule for all
+    fabric  of the ranks that hold shares; None, if there are none
     """
     results: list[Any] = [None] * len(apps)
     batch: list[int] = []
@@ -229,6 +249,7 @@ def _apply(
         elif (
             is_elementwise(func)
             and streamable(app, cls)
+            and (fabric is None or _keeps_result(func) or not _has_shares(cls, app))
             # A compiled call that got a view of a parameter: what streams is a call itself.
             and not (owner := session_of(tiered.entry)).executor.walks_here
         ):
@@ -248,6 +269,19 @@ def _apply(
             results[index] = _gather_and_run(cls, app)
     flush()
     return results
+
+
+def _keeps_result(func: Dispatched) -> bool:
+    """Whether the result of an op that streams is tiered, or it has none."""
+    if func._schema.is_mutable or _is_list_op(func):
+        return True
+    return func is aten.clone.default and not torch.is_grad_enabled()
+
+
+def _has_shares(cls: type, app: Application) -> bool:
+    """Whether ranks hold shares of an operand, so that a plain result would be a part."""
+    tiered: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
+    return any(t.entry.partition is not None for t in tiered)
 
 
 def _entry_keys(cls: Any, tensors: Sequence[Tensor]) -> set[int]:
@@ -388,7 +422,9 @@ def _gather_and_run(cls: type, app: Application) -> Any:
         if isinstance(tensor, cls):
             entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
             store = entry.store
-            ticket = store.put(entry, bytes_, after=[store.device.mark()])
+            if store.fabric is not None and entry.key in session.births:
+                bytes_ = agreed_value(store.fabric, entry.name, bytes_)
+            ticket = store.put_whole(entry, bytes_, after=[store.device.mark()])
             if bytes_.device.type == "cpu" and store.device.torch_device.type != "cpu":
                 ticket.wait()
     return result
@@ -407,6 +443,9 @@ def _bytes_of(entry: Entry, *, fetch: bool) -> Tensor:
     session.executor.foresight.abandon()
     if entry.key in session.births:
         return session.read_all(entry)
+    if entry.partition is not None:  # gathered in memory of the host
+        blank = torch.empty(entry.whole_bytes, dtype=torch.uint8, device="cpu")
+        return session.whole(entry) if fetch else blank
     bytes_ = session.arena.take(entry.nbytes, entry.name)
     if not fetch:
         session.wait_for_readers(bytes_)

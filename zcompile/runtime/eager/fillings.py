@@ -51,7 +51,7 @@ def new_like(cls: Any, tiered: Any, layout: Layout) -> Tensor:
     name = (
         entry.name if entry.name.endswith(".state") else f"{entry.name.removesuffix('.grad')}.state"
     )
-    made = entry.store.create(name, EntryKind.RESULT, layout.nbytes)
+    made = entry.store.create_for(name, EntryKind.RESULT, layout, like=tiered)
     wrapped: Tensor = cls.over(made, layout)
     return wrapped
 
@@ -85,8 +85,12 @@ def _same_elements(a: Layout, b: Layout) -> bool:
 
 
 @uninterrupted
-def write(entry: Entry, layout: Layout, source: Tensor) -> None:
-    """Give an entry the values of a plain tensor, broadcast and cast as `copy_` does."""
+def write(entry: Entry, layout: Layout, source: Tensor, agreed: bool = False) -> None:
+    """Give an entry the values of a plain tensor, broadcast and cast as `copy_` does.
+
+    agreed  all ranks are known to have these values
+    raises  RanksDiffer, if they do not
+    """
     source = materialised(source.detach())
     if Layout.of(source) == replace(layout, offset=0):
         flat = source.as_strided((layout.span,), (1,), source.storage_offset()).clone()
@@ -99,7 +103,9 @@ def write(entry: Entry, layout: Layout, source: Tensor) -> None:
     store = entry.store
     where = flat.device.type
     after = [store.device.mark()] if where == store.device.torch_device.type else []
-    store.put(entry, flat.view(torch.uint8), after=after)
+    if store.fabric is not None and not agreed:
+        store.fabric.agree("write", entry.name, flat, text=f"{entry.name!r} with their values")
+    store.put_whole(entry, flat.view(torch.uint8), after=after)
 
 
 def _zero(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -127,7 +127,8 @@ def is_elementwise(func: Dispatched) -> bool:
 def streamable(app: Application, cls: type) -> bool:
     """Whether every tensor of the row is either one element or has the layout of the others.
 
-    All must rest in one store, since one schedule has one arena.
+    All must rest in one store, since one schedule has one arena. Where ranks hold shares, all must
+    be divided alike.
     """
     tensors = app.tensors()
     wide = [t for t in tensors if t.numel() != 1]
@@ -149,8 +150,24 @@ def streamable(app: Application, cls: type) -> bool:
         return False
     if any(t.entry_layout.lazy for t in tiered):
         return False  # chunks are of the bytes
+    if not _share_alike(app, tiered):
+        return False
     lying = {(t.entry.key, t.entry_layout) for t in tiered}
     return len({key for key, _ in lying}) == len(lying)
+
+
+def _share_alike(app: Application, tiered: Sequence[Any]) -> bool:
+    """Whether each rank can compute the row on its shares, if there are any: all operands are
+    divided alike, whole, and what is written is tiered."""
+    if all(t.entry.partition is None for t in tiered):
+        return True
+    parts = {t.entry.partition for t in tiered}
+    written = (t for t in app.written() if t.numel() > 1)
+    return (
+        len(parts) == 1
+        and all(t.covers for t in tiered)
+        and all(any(t is one for one in tiered) for t in written)
+    )
 
 
 def _resizes_out(app: Application) -> bool:

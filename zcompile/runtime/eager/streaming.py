@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import Column, Row, lower_step
+from zcompile.ir.partition import Partition
 from zcompile.ir.schedule import EntryIndex, Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, trees
 from zcompile.ir.types import Layout
@@ -124,9 +125,13 @@ class StreamedCall:
         """target  receives the result of an op that makes a new tensor; None for in-place ops"""
         leaves: list[Any]
         leaves, spec = trees.tree_flatten((app.args, app.kwargs))
-        columns, plains, places = self._operands(app, leaves, target)
+        part = self._partition_of(leaves)
+        columns, plains, places = self._operands(app, leaves, target, part)
         kinds = [signature_of(leaf) for leaf in leaves if not isinstance(leaf, self._cls)]
-        numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
+        if part is not None:
+            numel = part.own_count
+        else:
+            numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         changes = self._deferred_changes(columns, plains)
         narrowed = self._narrow(columns, numel)
         joins = can_run_as_lists(app) and target is None
@@ -139,8 +144,18 @@ class StreamedCall:
         self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
         return Row(numel, tuple(columns), tuple(plains), compute)
 
+    def _partition_of(self, leaves: Sequence[Any]) -> Partition | None:
+        """How all tiered operands of a row are divided over ranks; None, if they are not."""
+        first: Any = next(leaf for leaf in leaves if isinstance(leaf, self._cls))
+        part: Partition | None = first.entry.partition
+        return part
+
     def _operands(
-        self, app: Application, leaves: Sequence[Any], target: "Tensor | None"
+        self,
+        app: Application,
+        leaves: Sequence[Any],
+        target: "Tensor | None",
+        part: Partition | None,
     ) -> tuple[list[Column], list[Register], tuple[int, ...]]:
         """Tiered operands, plain ones, and which each is: n >= 0 a column, n < 0 plain -(n + 1)."""
         found: list[Any] = [t for t in app.written() if isinstance(t, self._cls)]
@@ -158,6 +173,8 @@ class StreamedCall:
                     columns.append(self._column(tiered, key in written or leaf is target))
                 places.append(seen[key])
             else:
+                if part is not None and isinstance(leaf, Tensor) and leaf.numel() == part.numel:
+                    leaf = part.cut(leaf.detach().as_strided((part.numel,), (1,)))
                 plains.append(self.input(leaf))
                 places.append(-len(plains))
         return columns, plains, tuple(places)
@@ -220,11 +237,12 @@ def apply_deferred(entry: Entry) -> None:
     here = session.can_view_in_place(entry)
     column = Column(EntryIndex(0), 0, layout.dtype, True, False, "a gradient", here)
     plains = tuple(Register(n) for n in range(len(operands)))
-    row = Row(layout.numel, (column,), plains, partial(_apply_changes, changes))
+    numel = layout.numel if entry.partition is None else entry.partition.own_count
+    row = Row(numel, (column,), plains, partial(_apply_changes, changes))
     room = session.step_room
     build = partial(lower_step, "what was deferred", [row], len(operands), 1, room)
     try:
-        schedule = session.step(("deferred", room, changes, here), build)
+        schedule = session.step(("deferred", room, numel, changes, here), build)
     except BudgetExceeded as error:
         if not session.reclaim(error.needed_bytes):
             raise session.split.too_small(error, "what was deferred", "its operands") from error

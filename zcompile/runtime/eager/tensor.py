@@ -232,14 +232,16 @@ class TieredTensor(Unbacked):
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
         entry = self.entry
         # Nobody touches this memory, so it takes none.
-        plain = self.entry_layout.view(torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu"))
+        plain = self.entry_layout.view(
+            torch.empty(entry.whole_bytes, dtype=torch.uint8, device="cpu")
+        )
         if getattr(self, "_is_param", False):
             whole = torch.nn.Parameter(plain.detach(), self.requires_grad)
             rebuild, (_, *others) = whole.__reduce_ex__(protocol)
             return rebuild, (TieredTensor.sharing(self, self.entry_layout), *others)
         # It holds this tensor, and thereby the entry, until it is written.
         storage = LateStorage(
-            entry.key, entry.nbytes, lambda: self.entry.store.read_all(self.entry)
+            entry.key, entry.whole_bytes, lambda: self.entry.store.read_all(self.entry)
         )
         return reduced_late(plain.requires_grad_(self.requires_grad), storage, protocol)
 
@@ -357,8 +359,9 @@ def _call_unless_none(
 def _copy_of(tensor: TieredTensor) -> TieredTensor:
     """A tensor with the layout of `tensor` in a copy of its entry, in the same store."""
     old = tensor.entry
-    made = TieredTensor.over(old.store.create(old.name, old.kind, old.nbytes), tensor.entry_layout)
-    old.store.put(made.entry, old.store.read_all(old))
+    entry = old.store.create(old.name, old.kind, old.nbytes, partition=old.partition)
+    made = TieredTensor.over(entry, tensor.entry_layout)
+    old.store.put(made.entry, old.store.read_here(old))
     return made
 
 

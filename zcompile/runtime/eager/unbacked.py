@@ -44,7 +44,7 @@ class Unbacked(torch.Tensor):
     @property
     def covers(self) -> bool:
         """Whether the tensor is all of its entry: each byte of it, each once."""
-        return self.entry_layout.covers(self.entry.nbytes)
+        return self.entry_layout.covers(self.entry.whole_bytes)
 
     def on_host(self) -> Tensor:
         """The full value as a plain CPU tensor; reads the tiers, not the arena."""
@@ -85,7 +85,7 @@ class Unbacked(torch.Tensor):
         if is_traced(self._handle) or is_asked_by_tracing():
             return storage_of(self)
         entry = self.entry
-        return EntryStorage(entry.key, entry.nbytes, self.device)
+        return EntryStorage(entry.key, entry.whole_bytes, self.device)
 
     def _typed_storage(self) -> Any:
         if is_traced(self._handle) or is_asked_by_tracing():

@@ -29,6 +29,7 @@ from zcompile.ir.torch_compat import (
     will_run,
 )
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.runtime.gradients.exchanged import ExchangedGradients
 from zcompile.runtime.gradients.leaves import (
     TiledContribution,
     accumulating_parameter,
@@ -92,6 +93,7 @@ class Gradients:
         """Sums of what is at home, which are calls of their own and wait for the end of the call
         that runs; None, if none runs."""
         self._shared = SharedGradients(self._move_to_store)
+        self.exchanged = ExchangedGradients(store, wrap, self._contributions_of, _call_post_hooks)
         self.on_device = DeviceGradients(
             store, wrap, norms, self._sole_parameter, self._store_result
         )
@@ -104,6 +106,7 @@ class Gradients:
             self._sums.clear()
             self._tiled.clear()
             self._shared.clear()
+            self.exchanged.clear()
         self._expected = tuple(
             id(param) for leaf in leaves if (param := owner_of(leaf)) is not None
         )
@@ -279,9 +282,12 @@ class Gradients:
         A post-accumulate hook, the first of every tiered parameter.
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
+        tiered: Any = param
+        if self._store.fabric is not None:
+            self._adopt_exchanged(tiered)
+            return
         if not self._sums and isinstance(getattr(param.grad, "entry", None), Entry):
             return  # the usual case, for each parameter twice in each step
-        tiered: Any = param
         key = current_pass(), leaf_of(tiered._handle).key
         if key in self._sums:
             self._flush_one(key)
@@ -296,6 +302,21 @@ class Gradients:
                 self._shared.put(key[0], leaf_of(tiered._handle), param)
                 return  # a part of more is what autograd splits
         self._move_to_store(param)
+
+    def _adopt_exchanged(self, param: Any) -> None:
+        """As `adopt`, where several ranks train the model: only what they exchanged is a gradient.
+
+        raises  Unsupported
+        """
+        self.exchanged.flush((current_pass(), leaf_of(param._handle).key))
+        if param.grad is not None and not isinstance(getattr(param.grad, "entry", None), Entry):
+            param.grad = None
+            raise Unsupported(
+                f"a gradient of {param._name_in_store()!r} comes from code outside of a compiled "
+                "graph, and several ranks train the model: they have not exchanged it",
+                'compile the whole model (torch.compile(model, backend="zinf")), loss included or '
+                "not, and let no part of it run outside; evaluation does, under torch.no_grad()",
+            )
 
     @uninterrupted
     def _move_to_store(self, param: Tensor) -> None:

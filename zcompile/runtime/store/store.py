@@ -25,6 +25,7 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
+from zcompile.ir.partition import Partition, partition_of
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
@@ -33,12 +34,14 @@ from zcompile.runtime.device.pages import check_memory
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.open import (
     Opening,
+    Resources,
     close_resources,
     closed_error,
     forked_error,
     open_resources,
     settled,
 )
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import FileRange, Place
@@ -143,6 +146,8 @@ class Entry:
     born     the kind it was created as; `kind` may change when an optimizer keeps it
     version  grows at each submission of a write
     home     name of the tier it rests on: "device", "held", "host" or "disk"
+    partition  of which elements of its tensor this rank holds a share of `nbytes`; the tensor has
+             `whole_bytes`. None: of all
     unset    has no value, not even zeros: reading raises until all of it was written
     owner    the parameter that its handle belongs to, if it is one's: gradients that come by this
              handle are that parameter's
@@ -157,11 +162,18 @@ class Entry:
     """
 
     def __init__(
-        self, store: "Store", kind: EntryKind, place: Place, unset: bool, of: int | None
+        self,
+        store: "Store",
+        kind: EntryKind,
+        place: Place,
+        unset: bool,
+        of: int | None,
+        partition: Partition | None = None,
     ) -> None:
         self.key = handles.new_key()
         self.kind = self.born = kind
         self.nbytes = place.nbytes
+        self.partition = partition
         self.store = store
         self.place = place
         self.unset = unset
@@ -185,6 +197,12 @@ class Entry:
     @property
     def home(self) -> str:
         return self.place.tier.name
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the tensor, of which all ranks may hold shares."""
+        part = self.partition
+        return self.nbytes if part is None else self.nbytes // part.count * part.numel
 
     @property
     def of(self) -> int | None:
@@ -245,6 +263,8 @@ class Entry:
         store.settle()  # which may take the room that this takes
         self.settle()
         store.deferrals.apply(self)  # which takes room in the arena too
+        if self.partition is not None:
+            return Layout(tuple(size), tuple(stride), offset, dtype).view(store.whole(self))
         memory = store.arena.take(self.nbytes, self.name)
         store.fetch(self, memory, after=(store.device.mark(),)).join_compute()
         store.meter.count("gathers")
@@ -255,6 +275,13 @@ class Entry:
 
 
 # --- The store ---
+
+
+def _close_all(resources: Resources, fabric: Fabric | None) -> None:
+    """Close what a store ran on, and leave the other ranks."""
+    if fabric is not None:
+        fabric.close()
+    close_resources(resources)
 
 
 def _nobody_computes(entry: Entry) -> None:
@@ -274,6 +301,7 @@ class Store:
         config: Config,
         opening: Opening = open_resources,
         apply_deferred: Callable[[Entry], None] = _nobody_computes,
+        fabric: Fabric | None = None,
     ) -> None:
         self.key = handles.new_key()
         self.config = config = settled(config)
@@ -282,7 +310,8 @@ class Store:
         with deferred_interrupts():
             resources = opening(config, self.meter)
             adder = resources.context.adder
-            self._close = Closing(self, adder.submit_from_c, partial(close_resources, resources))
+            shut = partial(_close_all, resources, fabric)
+            self._close = Closing(self, adder.submit_from_c, shut)
         self.device = resources.context.device
         self.device_budget = resources.device_budget
         self.host_budget = resources.host_budget
@@ -293,6 +322,7 @@ class Store:
             resources.mover.wait_for_memory,
             self.reclaim,
         )
+        self.fabric = fabric
         self._context = resources.context
         self._mover = resources.mover
         self.durable = resources.durable
@@ -327,19 +357,43 @@ class Store:
         of: int | None = None,
         tier: str | None = None,
         at: Place | None = None,
+        partition: Partition | None = None,
     ) -> Entry:
         """Create a new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
 
         `of`: key of the parameter that it is the gradient of, or of its own handle (`Share`).
+        `partition`: `nbytes` are those of this rank's share.
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
         """
         self.enter(name)
         gradient = None if of is None else EntryRef(of, EntryRole.GRADIENT)
         place = at or self.homes.reserve(name, kind, nbytes, gradient, tier)
-        entry = Entry(self, kind, place, unset, of)
+        entry = Entry(self, kind, place, unset, of, partition)
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry
+
+    def create_for(
+        self,
+        name: str,
+        kind: EntryKind,
+        layout: Layout,
+        *,
+        unset: bool = False,
+        like: Any = None,
+    ) -> Entry:
+        """Create a new, blank entry for a tensor of `layout`: for the share of it that is of this
+        rank, where several hold one. raises TierFull
+
+        like  a tiered tensor: one with as many elements is divided as it is, whatever its dtype
+        """
+        part = None
+        if self.fabric is not None:
+            part = partition_of(layout, self.fabric.rank, self.fabric.size)
+            if like is not None and like.covers and like.numel() == layout.numel and layout.dense:
+                part = like.entry.partition
+        nbytes = layout.nbytes if part is None else part.count * layout.dtype.itemsize
+        return self.create(name, kind, nbytes, unset=unset, partition=part)
 
     def handle(self, entry: Entry) -> Tensor:
         """The handle of a new entry, which is freed when the last use of its handle has died."""
@@ -491,8 +545,49 @@ class Store:
         self._prepare_read(entry)
         return self._submit(ReadBack(entry.place, begin, target, target, (), self._context), ())
 
+    def readers(self, target: Tensor) -> Sequence[Ticket]:
+        """Transfers of earlier calls that still read the bytes of `target`; a session knows."""
+        return ()
+
     def read_all(self, entry: Entry) -> Tensor:
-        """The bytes in ordinary host memory: uint8 [entry.nbytes]; blocks. raises ValueUnset"""
+        """The bytes of the whole tensor in ordinary host memory: uint8 [entry.whole_bytes]; blocks.
+
+        raises  ValueUnset
+        """
+        if entry.partition is not None:
+            return self.whole(entry)
+        return self.read_here(entry)
+
+    def whole(self, entry: Entry) -> Tensor:
+        """As `read_all`, of an entry that all ranks hold shares of: each of them calls it.
+
+        raises  RanksDiffer, RankFailed
+        """
+        assert self.fabric is not None, "there are shares"
+        self.fabric.agree("read", entry.name, entry.nbytes, text=repr(entry.name))
+        memory = torch.empty(entry.nbytes * self.fabric.size, dtype=torch.uint8, device="cpu")
+        begin = entry.nbytes * self.fabric.rank
+        share = memory[begin : begin + entry.nbytes]
+        self.fabric.gather(memory, entry.name, [self.read(entry, share)]).wait()
+        return memory[: entry.whole_bytes]
+
+    def put_whole(self, entry: Entry, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
+        """As `put` of all bytes: of the whole tensor, of which this rank keeps its share.
+
+        source  uint8 [entry.whole_bytes], the same on all ranks
+        """
+        part = entry.partition
+        if part is None:
+            return self.put(entry, source, after=after)
+        width = entry.nbytes // part.count
+        # Rows of bytes are cut as elements are.
+        return self.put(entry, part.cut(source.view(-1, width)).view(-1), after=after)
+
+    def read_here(self, entry: Entry) -> Tensor:
+        """The bytes that rest on this rank: uint8 [entry.nbytes], in ordinary host memory; blocks.
+
+        raises  ValueUnset
+        """
         memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         self.read(entry, memory).wait()
         return memory
@@ -520,7 +615,10 @@ class Store:
         return self._mover.is_idle()
 
     def close(self) -> None:
-        """Stop transfers, remove the files and free memory of the device; idempotent."""
+        """Stop transfers, remove the files and free memory of the device; leave the other ranks.
+
+        Idempotent.
+        """
         with deferred_interrupts():
             self._close()
             self.arena.close()

@@ -53,6 +53,9 @@ class TransferQueue:
             if isinstance(ticket, Transfer):
                 gate.hold()
                 ticket.memory_free.then(gate.drop)
+            elif isinstance(ticket, Promise):  # of ranks
+                gate.hold()
+                ticket.then(gate.drop)
         gate.drop()
         if gate.done():
             transfer.start(gate.error)

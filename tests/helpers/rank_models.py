@@ -1,0 +1,125 @@
+"""Small models that several ranks train, and what one process makes of the same batches."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BATCHES = 4
+"""Of a step, for all ranks together."""
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    """Predicts the next token; its tables are above 64 KiB, its norms and biases below."""
+
+    def __init__(self, width: int = 96, tokens: int = 200, blocks: int = 2, tied: bool = False):
+        super().__init__()
+        self.table = nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, tokens, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor, wanted: Tensor) -> Tensor:
+        x = self.table(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), wanted.flatten())
+
+
+def words(**kinds: Any) -> Words:
+    torch.manual_seed(0)
+    return Words(**kinds)
+
+
+def batch(step: int, number: int, tokens: int = 200) -> tuple[Tensor, Tensor]:
+    """Batch `number` of a step, whichever rank takes it."""
+    drawn = torch.Generator().manual_seed(1000 * step + number)
+    ids = torch.randint(tokens, (2, 9), generator=drawn)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def numbers_of(rank: int, ranks: int) -> Iterable[int]:
+    """The batches of a step that a rank takes, in order: micro-batch by micro-batch, the ranks take
+    neighbours."""
+    return range(rank, BATCHES, ranks)
+
+
+def adamw(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+
+MakeOptimizer = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+
+def optimizer_named(name: str) -> MakeOptimizer:
+    return {
+        "adamw": adamw,
+        "adam foreach": lambda p: torch.optim.Adam(p, lr=1e-3, foreach=True),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    }[name]
+
+
+def train(
+    model: nn.Module,
+    run: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    ranks: int,
+    clip: float = 0.0,
+    steps: Iterable[int] = range(STEPS),
+) -> list[float]:
+    """The loop as users write it; returns the losses of this rank."""
+    losses = []
+    for step in steps:
+        numbers = list(numbers_of(rank, ranks))
+        for number in numbers:
+            loss = run(*batch(step, number)) / len(numbers)
+            loss.backward()
+            losses.append(loss.item() * len(numbers))
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    made = hashlib.sha256()
+    for tensor in tensors:
+        made.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return made.hexdigest()[:16]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Digests of weights and of states; a collective where ranks hold shares."""
+    params = list(model.parameters())
+    found = {"weights": digest(params)}
+    for key in sorted({k for p in params for k in optimizer.state.get(p, {})}):
+        found[key] = digest(optimizer.state[p][key] for p in params if p in optimizer.state)
+    return found
+
+
+def trained_eagerly(optimizer: str = "adamw", clip: float = 0.0, **kinds: Any) -> dict[str, str]:
+    """What stock PyTorch makes of all batches, in one process."""
+    model = words(**kinds)
+    made = optimizer_named(optimizer)(model.parameters())
+    train(model, model, made, 0, 1, clip)
+    return state_of(model, made)

@@ -1,0 +1,278 @@
+"""What the other ranks are told when one of them does something else, fails, ends, or is killed.
+
+The pool loses ranks on the way: the cases stand in order.
+"""
+
+import os
+import signal
+import tempfile
+import time
+
+import pytest
+import torch
+from rank_models import adamw, batch, words
+from rank_pool import RankPool
+
+import zcompile
+from zcompile.errors import RankFailed, RanksDiffer, ZinfError
+
+BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
+
+
+PROMPT_S = 10.0
+"""Seconds in which all ranks know. It takes less than one, but other tests may run beside this;
+if nobody told them, ranks would wait for a minute."""
+
+
+@pytest.fixture(scope="module")
+def pool():
+    made = RankPool(4)
+    yield made
+    made.close()
+
+
+def one_more_step(model, run, optimizer, rank):
+    run(*batch(0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def told(mesh, act, **fields):
+    """Train a step, then `act(rank, model, run, optimizer)`; the kind, text and time of the error
+    that this rank meets, and whether the model is closed afterwards."""
+    model = zcompile.offload(words(), mesh=mesh, **BUDGETS, **fields)
+    optimizer, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
+    rank = mesh.get_local_rank()
+    one_more_step(model, run, optimizer, rank)
+    try:
+        act(rank, model, run, optimizer)
+    except (ZinfError, ValueError) as error:
+        at = time.time()
+        with pytest.raises(ZinfError):  # nothing goes on after it
+            one_more_step(model, run, optimizer, rank)
+        zcompile.close(model)
+        return type(error).__name__, str(error), at
+    zcompile.close(model)
+    return "nothing", "", time.time()
+
+
+# --- Ranks that do not do the same ---
+
+
+def with_another_rate(rank, model, run, optimizer):
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-3 * (1 + (rank == 1))
+    one_more_step(model, run, optimizer, rank)
+
+
+def with_another_call(rank, model, run, optimizer):
+    if rank == 2:
+        repr(model.table.weight)
+    one_more_step(model, run, optimizer, rank)
+
+
+def with_another_seed(rank, model, run, optimizer):
+    torch.manual_seed(rank)
+    with torch.no_grad():
+        model.table.weight.normal_()
+
+
+def with_other_values(rank, model, run, optimizer):
+    with torch.no_grad():
+        model.table.weight.copy_(torch.full((200, 96), float(rank)))
+
+
+def with_other_operands(rank, model, run, optimizer):
+    with torch.no_grad():
+        model.table.weight.add_(torch.full((200, 96), float(rank)))
+
+
+def in_another_order(rank, model, run, optimizer):
+    first, second = model.head.weight, model.table.weight
+    if rank == 0:
+        first, second = second, first
+    with torch.no_grad():
+        first.mul_(0.5)
+        second.mul_(0.5)
+
+
+def with_one_that_saves(rank, model, run, optimizer):
+    if rank == 0:
+        zcompile.save(tempfile.mkdtemp() + "/run", model, optimizer)
+    one_more_step(model, run, optimizer, rank)
+
+
+def differing(mesh, name):
+    return told(mesh, globals()[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("with_another_rate", ["how they call", "lr=0.002", "rank 1:", "ranks 0, 2, 3:"]),
+        ("with_another_call", ["what they do next", "rank 2: read 'table.weight'", "forward"]),
+        ("with_one_that_saves", ["what they do next", "rank 0: tell each other", "forward"]),
+        ("with_another_seed", ["how they call aten.normal_"]),
+        ("with_other_values", ["how they call aten.copy_", "'table.weight'"]),
+        ("with_other_operands", ["how they call aten.add_"]),
+        ("in_another_order", ["how they call aten.mul_", "'head.weight'", "'table.weight'"]),
+    ],
+)
+def test_ranks_that_differ_are_told_so_before_bytes_move(pool, name, says):
+    found = pool.run(differing, 4, name)
+    assert {kind for kind, _, _ in found} == {RanksDiffer.__name__}
+    for _, text, _ in found:
+        assert all(part in text for part in says), text
+
+
+def offloaded(mesh, name):
+    """Offload what differs from rank to rank: the error, or the digest of what all have."""
+    rank, model, fields = mesh.get_local_rank(), words(), dict(BUDGETS)
+    if name == "another width":
+        model = words(width=96 + 32 * rank)
+    elif name == "another budget":
+        fields["device_memory"] = f"{4 + rank}MiB"
+    elif name == "another way":
+        fields["max_lead"] = rank
+    elif name == "frozen":
+        model.head.weight.requires_grad_(rank == 0)
+    try:
+        zcompile.close(zcompile.offload(model, mesh=mesh, **fields))
+    except RanksDiffer as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("name", ["another width", "another budget", "another way", "frozen"])
+def test_models_and_settings_that_differ_are_refused(pool, name):
+    found = pool.run(offloaded, 2, name)
+    assert all(text.startswith("the ranks differ in how they offload a model") for text in found)
+
+
+# --- Ranks that fail ---
+
+
+def refuse(grad):
+    raise ValueError("no gradient today")
+
+
+def raising(rank, model, run, optimizer):
+    if rank == 1:
+        model.head.weight.register_hook(refuse)
+    one_more_step(model, run, optimizer, rank)
+
+
+def raised(mesh):
+    return told(mesh, raising)
+
+
+def test_a_rank_that_raises_ends_the_others_with_its_cause(pool):
+    found = pool.run(raised, 4)
+    kind, _, at = found[1]
+    assert kind == "ValueError"
+    for rank in (0, 2, 3):
+        kind, text, then = found[rank]
+        assert kind == RankFailed.__name__
+        assert "rank 1 on " in text
+        assert "ValueError: no gradient today" in text
+        assert then - at < PROMPT_S
+
+
+def resting(rank, model, run, optimizer):
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(5.0)
+    try:
+        one_more_step(model, run, optimizer, rank)
+    except RankFailed as error:
+        raise ValueError(f"{time.monotonic() - began:.2f} s: {error}") from None
+
+
+def rested(mesh):
+    return told(mesh, resting, rank_timeout="2s")
+
+
+def test_a_rank_that_does_not_come_is_missed_and_named(pool):
+    found = pool.run(rested, 3)
+    waited = []
+    for rank in (0, 2):
+        _, text, _ = found[rank]
+        seconds, _, why = text.partition(" s: ")
+        waited.append(float(seconds))
+        assert why.startswith("rank 1 on ")
+        assert "did not come within 2 s to agree on forward: the last that it came to was" in why
+    assert 2.0 < max(waited) < 2.0 + PROMPT_S, (
+        "the one that came first misses it, and tells the other"
+    )
+    assert "rank 1 on " in found[1][1], "it is told when it comes"
+
+
+def alone(mesh):
+    """Rank 0 offloads a model, and rank 1 does not."""
+    if mesh.get_local_rank() == 0:
+        try:
+            zcompile.offload(words(), mesh=mesh, **BUDGETS, rank_timeout="500ms")
+        except RankFailed as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_offloads_no_model_is_missed(pool):
+    found, _ = pool.run(alone, 2)
+    assert (
+        "did not come within 0.5 s to offload the model; let every rank of the mesh call" in found
+    )
+
+
+def leaving(rank, model, run, optimizer):
+    if rank == 3:
+        raise SystemExit
+    one_more_step(model, run, optimizer, rank)
+
+
+def ended(mesh):
+    return told(mesh, leaving)
+
+
+def test_a_rank_that_ends_its_loop_early_is_named(pool):
+    pool.send(ended, 4)
+    pool.processes[3].join(20)
+    for rank in range(3):
+        ok, (kind, text, _) = pool.receive(rank)
+        assert ok
+        assert kind == RankFailed.__name__
+        assert "rank 3 on " in text
+        assert "has ended its run after call" in text
+
+
+def dying(rank, model, run, optimizer):
+    if rank == 2:
+        print(time.time(), file=open(os.environ["DIED"], "w"), flush=True)  # noqa: SIM115
+        os.kill(os.getpid(), signal.SIGKILL)
+    one_more_step(model, run, optimizer, rank)
+
+
+def died(mesh, path):
+    os.environ["DIED"] = path
+    return told(mesh, dying)
+
+
+def test_a_rank_that_is_killed_is_named_at_once(pool, tmp_path):
+    pool.send(died, 3, str(tmp_path / "at"))
+    for rank in range(2):
+        ok, (kind, text, then) = pool.receive(rank)
+        assert ok
+        assert kind == RankFailed.__name__
+        assert "rank 2 on " in text
+        assert "its process ended without a word" in text
+        assert then - float((tmp_path / "at").read_text()) < PROMPT_S
+
+
+def well(mesh):
+    return told(
+        mesh, lambda rank, model, run, optimizer: one_more_step(model, run, optimizer, rank)
+    )
+
+
+def test_the_ranks_that_are_left_train_on_together(pool):
+    assert [kind for kind, _, _ in pool.run(well, 2)] == ["nothing"] * 2

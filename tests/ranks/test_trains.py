@@ -1,0 +1,97 @@
+"""Several ranks train one model: the numbers do not depend on how many they are."""
+
+import pytest
+import torch
+from rank_models import optimizer_named, state_of, train, trained_eagerly, words
+
+import zcompile
+
+BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
+
+
+def trained(mesh, optimizer="adamw", clip=0.0, fields=None, kinds=None):
+    """Digests of weights and states after training on the ranks of a mesh."""
+    model = words(**(kinds or {}))
+    zcompile.offload(model, mesh=mesh, **{**BUDGETS, **(fields or {})})
+    made = optimizer_named(optimizer)(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    train(model, run, made, mesh.get_local_rank(), mesh.size(), clip)
+    found = state_of(model, made)
+    read = zcompile.stats(model)["bytes"]["disk_read"]
+    assert (read > 0) == ("disk" in (fields or {})), "the disk is used where there is one"
+    zcompile.close(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "ranks"),
+    [("adamw", 4), ("adamw", 2), ("adamw", 1), ("adam foreach", 2), ("sgd", 2)],
+)
+def test_ranks_end_with_the_bits_of_one_process(pool, ranks, optimizer):
+    assert pool.run(trained, ranks, optimizer) == [trained_eagerly(optimizer)] * ranks
+
+
+def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, tmp_path):
+    fields = {"host_memory": "1MiB", "disk": str(tmp_path)}
+    assert pool.run(trained, 2, "adamw", 0.0, fields) == [trained_eagerly("adamw")] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rank-0", "rank-1"]
+
+
+def test_slow_links_change_no_bit(pool):
+    """What an optimizer's step still stores is read from bytes that the next forward gathers to."""
+    fields = {"throttle": {"d2h": "1.5MB/s"}, "device_memory": "1MiB"}
+    assert pool.run(trained, 2, "sgd", 0.0, fields) == [trained_eagerly("sgd")] * 2
+
+
+def test_a_tied_weight_gets_its_gradients_in_the_order_of_autograd(pool):
+    kinds = {"tied": True}
+    expected = trained_eagerly("adamw", **kinds)
+    assert pool.run(trained, 2, "adamw", 0.0, {}, kinds) == [expected] * 2
+
+
+class Odd(torch.nn.Module):
+    """Weights that do not divide: with four ranks the last one holds nothing but padding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(205, 41).double()
+        self.turned = torch.nn.Parameter(torch.randn(130, 90, dtype=torch.float64).t())
+        self.narrow = torch.nn.Parameter(torch.randn(60_000).bfloat16())
+
+    def forward(self, x):
+        y = self.layer(x).square().mean() + (self.turned * x[0, 0]).square().mean()
+        return y + (self.narrow * self.narrow).sum().double() / 60_000
+
+
+def trained_oddly(mesh):
+    model, rank, ranks = Odd(), 0, 1
+    run = model
+    if mesh is not None:
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        run = torch.compile(zcompile.offload(model, mesh=mesh, **BUDGETS), backend="zinf")
+    made = optimizer_named("adamw")(model.parameters())
+    for step in range(2):
+        for number in range(rank, 4, ranks):
+            x = torch.full((2, 205), 0.01 * (step + number + 1), dtype=torch.float64)
+            (run(x) * (ranks / 4)).backward()
+        made.step()
+        made.zero_grad()
+    found = state_of(model, made)
+    if mesh is not None:
+        zcompile.close(model)
+    return found
+
+
+def test_weights_of_any_size_dtype_and_strides_are_shared(pool):
+    assert pool.run(trained_oddly, 4) == [trained_oddly(None)] * 4
+
+
+def test_clipping_does_not_make_the_numbers_depend_on_the_ranks(pool):
+    found = [pool.run(trained, ranks, "adamw", 0.05) for ranks in (1, 2, 4)]
+    assert found[0][0] != trained_eagerly("adamw"), "the bound is in effect"
+    assert found == [found[0] * ranks for ranks in (1, 2, 4)]
+
+
+def test_clipping_whose_bound_is_not_reached_changes_no_bit(pool):
+    assert pool.run(trained, 2, "adamw", 1e6) == [trained_eagerly("adamw", 1e6)] * 2

@@ -1,0 +1,131 @@
+"""Ops on tensors that several ranks hold shares of, called outside of compiled graphs.
+
+All ranks call them. What they are about to do is compared first: the op, the tensors it is about,
+numbers such as the learning rate, the values of plain operands, and the state of the generator that
+an op draws from. Elementwise ops then change shares where they rest; norms of gradients are summed
+over ranks; everything else gathers whole tensors on every rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.ir.torch_compat import Dispatched
+from zcompile.runtime.eager.clipping import MEASURES, is_gradient
+from zcompile.runtime.eager.fillings import LIKES, NEWS
+from zcompile.runtime.norms import Measure
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.session import session_of
+from zcompile.runtime.store.store import Entry
+
+aten = torch.ops.aten
+ONE_RANK = LIKES | NEWS | {aten.rand_like.default, aten.randn_like.default, aten.detach_.default}
+"""Ops that ask a tiered tensor for no values."""
+MOST_NAMED = 3
+"""Most tensors of an op that an error names."""
+
+
+def fabric_of(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Fabric | None:
+    """The ranks that hold the operands of an op; None, if this process alone does."""
+    for value in (*args, *kwargs.values()):
+        for leaf in value if type(value) in (list, tuple) else (value,):
+            if isinstance(leaf, cls):
+                tiered: Any = leaf
+                return tiered.entry.store.fabric  # type: ignore[no-any-return]  # of an entry
+    return None
+
+
+def agree_on_op(
+    fabric: Fabric, cls: type, func: Dispatched, leaves: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Compare an op with what the other ranks are about to do. raises  RanksDiffer, RankFailed"""
+    if func in ONE_RANK:
+        return
+    # What is only read, as by a forward, may meet other values on each rank.
+    keeps = func._schema.is_mutable or func._schema.name.startswith("aten::_foreach")
+    names: list[str] = []
+    born = False
+    details: list[object] = [str(func)]
+    for leaf in leaves:
+        if isinstance(leaf, cls):
+            tiered: Any = leaf
+            names.append(tiered.entry.name)
+            born = born or tiered.entry.key in session_of(tiered.entry).births
+            details += (tiered.entry.name, tiered.entry_layout)
+        elif isinstance(leaf, Tensor):
+            details.append(leaf if keeps and leaf.is_cpu else str(type(leaf)))
+        else:
+            details.append(str(type(leaf)))
+            if isinstance(leaf, int | float | complex | str | torch.dtype | None):
+                details.append(leaf)
+    if torch.Tag.nondeterministic_seeded in func.tags and not born:  # its value is compared then
+        generator = kwargs.get("generator")
+        state = torch.get_rng_state() if generator is None else generator.get_state()
+        details += ("draws from", state)
+    numbers = [f"{key}={value}" for key, value in kwargs.items() if isinstance(value, float)]
+    numbers += [f"{leaf}" for leaf in leaves if isinstance(leaf, float) and not numbers]
+    shown = ", ".join(map(repr, names[:MOST_NAMED]))
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    text = f"of {shown}{more}" + (f" with {', '.join(numbers[:8])}" if numbers else "")
+    fabric.agree(f"call {func}", *details, text=text)
+
+
+def agree_on_found_inf(fabric: Fabric, func: Dispatched, args: Sequence[Any]) -> None:
+    """Let all ranks skip a step of which one has found gradients that are not finite."""
+    if func._schema.name == "aten::_amp_foreach_non_finite_check_and_unscale_":
+        found = args[1]
+        found.copy_(fabric.sums(found.detach().double().reshape(-1), largest=True).view_as(found))
+
+
+# --- Norms ---
+
+
+def norms_over_ranks(
+    cls: type, fabric: Fabric, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any | None:
+    """The norms of gradients, each summed in float64 over the shares of all ranks; None for what
+    else is asked.
+
+    All of them cross at once. A gradient that every rank has whole is measured likewise, so that
+    the number of ranks does not decide how it rounds.
+    """
+    if func not in MEASURES or not args:
+        return None
+    lists = isinstance(args[0], list)
+    tensors: list[Any] = args[0] if lists else [args[0]]
+    if not all(is_gradient(cls, tensor) for tensor in tensors):
+        return None
+    if func is aten.linalg_vector_norm.default and (len(args) > 2 or "dim" in kwargs):
+        return None
+    rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
+    order = Measure(func, rest, tuple(sorted(kwargs.items())), lists).order
+    if order is None or order <= 0:
+        return None
+    own = torch.stack([_power_sum(tensor.entry, tensor.dtype, order) for tensor in tensors])
+    shared = [n for n, tensor in enumerate(tensors) if tensor.entry.partition is not None]
+    if shared:
+        own[shared] = fabric.sums(own[shared], largest=order == float("inf"))
+    values = own if order == float("inf") else own.pow(1.0 / order)
+    made = [
+        value.to(kwargs.get("dtype") or tensor.dtype.to_real())
+        for value, tensor in zip(values, tensors, strict=True)
+    ]
+    return made if lists else made[0]
+
+
+def _power_sum(entry: Entry, dtype: torch.dtype, order: float) -> Tensor:
+    """Over the elements of a gradient that this rank holds: the sum of |x|**order, or the largest
+    |x|; float64 []."""
+    session = session_of(entry)
+    if session.can_view_in_place(entry):
+        memory = session.view_in_place(entry, 0, entry.nbytes, False)
+    else:
+        memory = session.read_here(entry)
+    part = entry.partition
+    values = memory.view(dtype)[: None if part is None else part.own_count]
+    wide = values.to(torch.complex128 if dtype.is_complex else torch.float64).abs()
+    if order == float("inf"):
+        return wide.amax() if wide.numel() else torch.zeros((), dtype=torch.float64)
+    return (wide * wide if order == 2 else wide.pow(order)).sum()

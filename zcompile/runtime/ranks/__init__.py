@@ -1,0 +1,1 @@
+"""What crosses between the ranks that train one model together."""

@@ -1,0 +1,512 @@
+"""Carries bytes between the ranks that train one model: gathers, exchanges and agreements.
+
+Each kind has a lane of its own: a tag of its own, and a thread that carries out one collective
+after the other, in the order in which they were handed over. Every rank hands them over in the same
+order. That is agreed before bytes move: each compiled call, and each op outside of one that
+concerns several ranks, first compares what all ranks are about to do, and how. What differs raises
+on all of them.
+
+A collective is messages between pairs of ranks, each into the place where its bytes belong. Who
+waits for one waits for a promise that another thread can break: a rank that fails, ends, or never
+comes ends all that waits for it (`watch.py`).
+"""
+
+import hashlib
+import logging
+import os
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zcompile.errors import RanksDiffer, ZinfError
+from zcompile.ir.partition import Partition
+from zcompile.ir.torch_compat import materialised, store_of_ranks
+from zcompile.runtime.progress import BOARD
+from zcompile.runtime.ranks.watch import Store, Waiting, Watch, hosts_of
+from zcompile.runtime.transfer.interrupts import uninterrupted
+from zcompile.runtime.transfer.ticket import Promise, Ticket, Workers
+
+log = logging.getLogger(__name__)
+
+LANES = ("agree", "gather", "exchange")
+TAGS = 1 << 24
+"""The first tag of a message: in a group of the user's, nobody else is likely to use those."""
+DIGEST_BYTES = 16
+TEXT_BYTES = 424
+"""Of a record, for people: what a rank is about to do."""
+_HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s{DIGEST_BYTES}sII")
+RECORD_BYTES = _HEAD.size + TEXT_BYTES
+LONGEST = timedelta(days=20)
+"""Of a message: how long ranks wait for each other is up to `watch.py`, which knows why."""
+_SESSIONS: dict[tuple[int, ...], int] = defaultdict(int)
+"""Ranks -> how many sessions they have made, all in the same order."""
+SAME_ORDER = (
+    "let every rank make the same calls in the same order, with the same settings and the same "
+    "number of batches; what reads or changes parameters, as printing, saving and evaluating do, "
+    "is done by all ranks"
+)
+
+
+def digest_of(*parts: object) -> bytes:
+    """A digest of values: of tensors on the CPU their bytes, of others their text."""
+    made = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        if isinstance(part, Tensor):
+            made.update(f"{part.dtype}{tuple(part.size())}".encode())
+            # numpy has no bfloat16: its bytes are what counts.
+            flat = materialised(part.detach()).cpu().contiguous().reshape(-1)
+            made.update(flat.view(torch.uint8).numpy().data)
+        else:
+            made.update(repr(part).encode())
+        made.update(b"\0")
+    return made.digest()
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank is about to do.
+
+    what    must be the same on all ranks
+    detail  of what, in a digest, which must be the same too
+    value   is handed to who asked, who may or may not want it to be the same
+    text    for people
+    """
+
+    number: int
+    detail: bytes
+    value: bytes
+    what: str
+    text: str
+
+    def packed(self) -> Tensor:
+        """uint8 [RECORD_BYTES]"""
+        what = self.what.encode()[: TEXT_BYTES // 2]
+        text = self.text.encode()[: TEXT_BYTES - len(what)]
+        head = _HEAD.pack(self.number, self.detail, self.value, len(what), len(text))
+        return torch.frombuffer(
+            bytearray((head + what + text).ljust(RECORD_BYTES, b"\0")), dtype=torch.uint8
+        )
+
+    @classmethod
+    def unpacked(cls, memory: Tensor) -> "Record":
+        raw = memory.numpy().tobytes()
+        number, detail, value, whats, texts = _HEAD.unpack_from(raw)
+        what = raw[_HEAD.size : _HEAD.size + whats]
+        text = raw[_HEAD.size + whats : _HEAD.size + whats + texts]
+        return cls(
+            number, detail, value, what.decode(errors="replace"), text.decode(errors="replace")
+        )
+
+
+class _Finishing:
+    """A context that keeps a promise: at its end, or with what was raised inside."""
+
+    def __init__(self, promise: Promise) -> None:
+        self._promise = promise
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._promise.finish(error)
+        return True
+
+
+class _Lane:
+    """The messages of one kind of collective, and the thread that carries them out one by one."""
+
+    def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
+        self._group, self._tag = group, tag
+        self._workers = Workers(f"zinf-{name}", 1, crashed)
+        self.waiting: Waiting | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._workers.submit(job)
+
+    def stop(self) -> None:
+        """End the thread after what it does now, without waiting for that."""
+        self._workers.stop(0.0)
+
+    def messages(
+        self, what: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
+        """Carry out one collective: messages (peer, tensor); empty ones are left out on both sides.
+
+        raises  _PeerGone
+        """
+        since, works = time.monotonic(), []
+        peer = -1
+        try:
+            for peer, tensor in receives:
+                if tensor.numel():
+                    works.append((peer, dist.irecv(tensor, None, self._group, self._tag, peer)))
+            for peer, tensor in sends:
+                if tensor.numel():
+                    works.append((peer, dist.isend(tensor, None, self._group, self._tag, peer)))
+            for peer, work in works:
+                self.waiting = Waiting(what, since, peer)
+                assert work is not None, "this rank is in the group"
+                work.wait(LONGEST)
+        except RuntimeError as error:
+            raise _PeerGone(peer) from error
+        finally:
+            self.waiting = None
+
+
+class _PeerGone(Exception):
+    """The connection to a peer has closed."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+
+class Exchanged(NamedTuple):
+    """What the ranks have made of one gradient, for the share of this rank, or for all of it.
+
+    parts  [ranks, n]: of each rank, as it was; there once `ticket` is complete
+    """
+
+    parts: Tensor
+    ticket: Promise
+
+
+class Fabric:
+    """The ranks of one session, and what crosses between them.
+
+    rank, size  this one, of how many; not those of the world, if the mesh is a part of that
+    """
+
+    def __init__(self, ranks: Sequence[int], group: Any, timeout_s: float) -> None:
+        """
+        ranks  of the world, this one among them
+        group  their process group; None: they are all of the world, and make one of their own
+        """
+        number = _SESSIONS[tuple(ranks)]
+        self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
+        self._error: BaseException | None = None
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._pending: set[Promise] = set()
+        self._calls = 0
+        self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in LANES}
+        """Lane -> bytes that this rank has sent, and seconds that its collectives took."""
+        # First through the store: what makes a group waits for a rank that never comes.
+        store: Store = store_of_ranks(f"zcompile/{'-'.join(map(str, ranks))}/{number}")
+        self._hosts = hosts_of(store, self.rank, self.size, timeout_s)
+        _SESSIONS[tuple(ranks)] += 1
+        if group is None:
+            group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
+        with ExitStack() as undo:
+            self._lanes = {}
+            for at, name in enumerate(LANES):
+                tag = TAGS + number * len(LANES) + at
+                self._lanes[name] = _Lane(name, group, tag, self._crashed)
+                undo.callback(self._lanes[name].stop)
+            self._watch = Watch(
+                store, self.rank, self._hosts, timeout_s, self._waiting, BOARD.doing, self.fail
+            )
+            undo.pop_all()
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        """How many ranks share this machine."""
+        return self._hosts.count(self._hosts[self.rank])
+
+    def _waiting(self) -> list[Waiting]:
+        found = (lane.waiting for lane in self._lanes.values())
+        return [waiting for waiting in found if waiting is not None]
+
+    # --- Agreements ---
+
+    def agree(self, what: str, *detail: object, text: str = "") -> None:
+        """Compare what all ranks are about to do; they wait for each other.
+
+        what    is the same on all ranks, as is the digest of `detail`
+        text    for people, where they differ
+        raises  RanksDiffer on every rank, RankFailed
+        """
+        self.compare(what, bytes(DIGEST_BYTES), *detail, text=text)
+
+    def compare(self, what: str, value: bytes, *detail: object, text: str = "") -> list[bytes]:
+        """As `agree`; returns the value of each rank, of `DIGEST_BYTES`."""
+        records: list[Record] = []
+        self._begin_agreement(what, digest_of(*detail), value, text, records).wait()
+        return [record.value for record in records]
+
+    def begin_agreement(self, what: str, detail: bytes, text: str) -> Promise:
+        """As `agree`, and does not wait: who waits for the ticket raises what that raises."""
+        return self._begin_agreement(what, detail, bytes(DIGEST_BYTES), text, [])
+
+    def _begin_agreement(
+        self, what: str, detail: bytes, value: bytes, text: str, found: list[Record]
+    ) -> Promise:
+        self._calls += 1
+        own = Record(self._calls, detail, value, what, text)
+        self._watch.note(f"{what} {text}".strip())
+
+        def compare() -> None:
+            rows = torch.zeros(self.size, RECORD_BYTES, dtype=torch.uint8)
+            rows[self.rank] = own.packed()
+            others = self._others()
+            self._lanes["agree"].messages(
+                f"agree on {what}",
+                [(r, rows[self.rank]) for r in others],
+                [(r, rows[r]) for r in others],
+            )
+            found.extend(map(Record.unpacked, rows))
+            _check_same(found)
+
+        return self._submit("agree", f"agree on {what}", compare, (), RECORD_BYTES)
+
+    def rows(self, own: Tensor) -> Tensor:
+        """A small tensor of each rank: [ranks, n], of its dtype.
+
+        raises  RanksDiffer, if another rank tells something else, or of another size
+        """
+        self.agree("tell each other", own.numel(), own.dtype, text=f"{own.numel()} numbers")
+        found = torch.zeros(self.size, own.numel(), dtype=own.dtype)
+        found[self.rank] = own.reshape(-1)
+
+        def collect() -> None:
+            others, row = self._others(), found[self.rank].clone()
+            self._lanes["agree"].messages(
+                "tell each other", [(r, row) for r in others], [(r, found[r]) for r in others]
+            )
+
+        sent = own.numel() * own.element_size() * (self.size - 1)
+        self._submit("agree", "tell each other", collect, (), sent).wait()
+        return found
+
+    def sums(self, rows: Tensor, largest: bool = False) -> Tensor:
+        """The sums, or the largest, over ranks of numbers that each rank has: float64 [n].
+
+        Added in the order of ranks, so that all have the same bits.
+        """
+        parts = self.rows(rows)
+        if largest:
+            return parts.amax(0)
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total
+
+    # --- Bytes ---
+
+    def gather(self, whole: Tensor, name: str, after: Sequence[Ticket]) -> Promise:
+        """Start bringing the shares of all ranks together.
+
+        whole   uint8 [ranks * n]; this rank's share lies in its place once all of `after` is
+                complete
+        """
+        shares = whole.view(self.size, -1)
+        others = self._others()
+
+        def collect() -> None:
+            own = shares[self.rank]
+            self._lanes["gather"].messages(
+                f"gather {name!r}", [(r, own) for r in others], [(r, shares[r]) for r in others]
+            )
+
+        sent = shares.shape[1] * len(others)
+        return self._submit("gather", f"gather {name!r}", collect, after, sent)
+
+    def exchange(
+        self, flat: Tensor, partition: Partition | None, name: str, after: Sequence[Ticket]
+    ) -> Exchanged:
+        """Start giving every rank the parts of all ranks' gradients that are for it.
+
+        flat       [numel], this rank's gradient; not changed until the ticket is complete
+        partition  of the parameter; None: every rank gets all of it
+        """
+        count = flat.numel() if partition is None else partition.count
+        parts = torch.zeros(self.size, count, dtype=flat.dtype)
+        others = self._others()
+
+        def cut(rank: int) -> Tensor:
+            first, last = (0, flat.numel()) if partition is None else partition.of_rank(rank)
+            return flat[first:last]
+
+        def exchange() -> None:
+            own = cut(self.rank)
+            parts[self.rank, : own.numel()] = own
+            self._lanes["exchange"].messages(
+                f"exchange the gradient of {name!r}",
+                [(r, cut(r)) for r in others],
+                [(r, parts[r, : own.numel()]) for r in others],
+            )
+
+        sent = sum(cut(r).numel() for r in others) * flat.element_size()
+        what = f"exchange the gradient of {name!r}"
+        return Exchanged(parts, self._submit("exchange", what, exchange, after, sent))
+
+    def add(self, exchanged: Exchanged, more: Exchanged) -> None:
+        """Add the parts of a further contribution, before what is made of them."""
+        self._after(exchanged, lambda: exchanged.parts.add_(more.parts))
+
+    def scaled(self, exchanged: Exchanged) -> Exchanged:
+        """Each part times 1/ranks."""
+        return Exchanged(
+            exchanged.parts,
+            self._after(exchanged, lambda: exchanged.parts.mul_(1.0 / self.size)),
+        )
+
+    def folded(self, exchanged: Exchanged) -> Exchanged:
+        """The sum of the scaled parts, in the order of ranks, as parts of one: [1, n]."""
+        parts, total = exchanged.parts, torch.empty_like(exchanged.parts[:1])
+
+        def fold() -> None:
+            parts.mul_(1.0 / self.size)
+            total[0] = parts[0]
+            for part in parts[1:]:
+                total[0] += part
+
+        return Exchanged(total, self._after(exchanged, fold))
+
+    def _after(self, exchanged: Exchanged, act: Callable[[], object]) -> Promise:
+        """Do something with parts that were exchanged, in the order of the lane."""
+
+        def in_turn() -> None:
+            act()
+
+        return self._submit("exchange", "add up", in_turn, (exchanged.ticket,), 0)
+
+    def spread(self, memory: Tensor, name: str) -> None:
+        """Give all ranks the bytes of rank 0: uint8 [n]."""
+
+        def send() -> None:
+            first = self.rank == 0
+            self._lanes["gather"].messages(
+                f"spread {name!r}",
+                [(r, memory) for r in self._others()] if first else [],
+                [] if first else [(0, memory)],
+            )
+
+        sent = memory.numel() * (self.size - 1) * (self.rank == 0)
+        self._submit("gather", f"spread {name!r}", send, (), sent).wait()
+
+    # --- Failures ---
+
+    def fail(self, error: BaseException) -> None:
+        """The ranks cannot go on: whatever waits for them ends with `error`, and so does what
+        comes."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            pending = list(self._pending)
+        for promise in pending:
+            promise.finish(error)
+
+    def failed_here(self, error: BaseException) -> None:
+        """A call has failed on this rank, in the middle of what all ranks do: they are told."""
+        self._watch.say_failed(error)
+        self.fail(error if isinstance(error, ZinfError) else self._watch.failed_here(error))
+
+    def check(self) -> None:
+        """raises  what has failed before"""
+        if self._error is not None:
+            raise self._error
+
+    @uninterrupted
+    def close(self) -> None:
+        """This rank uses the model no more; idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._watch.end()
+        for lane in self._lanes.values():
+            lane.stop()
+
+    def _crashed(self, error: BaseException) -> None:
+        self.fail(error)
+
+    def _others(self) -> list[int]:
+        """The other ranks, this one's neighbour first, so that not all talk to rank 0 at once."""
+        return [(self.rank + n) % self.size for n in range(1, self.size)]
+
+    def _submit(
+        self, lane: str, what: str, job: Callable[[], None], after: Sequence[Ticket], sent: int
+    ) -> Promise:
+        """Hand a collective over to its lane.
+
+        after  is complete before it begins
+        sent   bytes that this rank sends
+        """
+        promise = Promise()
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._pending.add(promise)
+        if error is not None:
+            promise.finish(error)
+            return promise
+
+        def carry_out() -> None:
+            with _Finishing(promise):
+                for ticket in after:
+                    ticket.wait()
+                if self._error is not None:
+                    raise self._error
+                begun = time.perf_counter()
+                try:
+                    job()
+                except _PeerGone as gone:
+                    self.fail(self._watch.lost(gone.peer))
+                    assert self._error is not None, "just set"
+                    raise self._error from gone
+                except ZinfError as error:  # ranks differ, which all of them see
+                    self.fail(error)
+                    raise
+                moved = self.moved[lane]
+                moved[0] += sent
+                moved[1] += time.perf_counter() - begun
+            self._pending.discard(promise)
+
+        self._lanes[lane].submit(carry_out)
+        return promise
+
+    def totals(self, reset: bool = False) -> dict[str, Any]:
+        """Bytes that this rank has sent, and seconds that collectives took, by lane; since the last
+        `reset`."""
+        found = {
+            "rank": self.rank,
+            "ranks": self.size,
+            "bytes": {lane: int(nbytes) for lane, (nbytes, _) in self.moved.items()},
+            "seconds": {lane: seconds for lane, (_, seconds) in self.moved.items()},
+        }
+        if reset:
+            self.moved = {lane: [0, 0.0] for lane in LANES}
+        return found
+
+
+@contextmanager
+def told_to_ranks(fabric: Fabric | None) -> Iterator[None]:
+    """A context whose failure the other ranks are told, since they wait for what comes after."""
+    try:
+        yield
+    except BaseException as error:
+        if fabric is not None:
+            fabric.failed_here(error)
+        raise
+
+
+def _check_same(records: Sequence[Record]) -> None:
+    """raises  RanksDiffer"""
+    first = records[0]
+    said = [(rank, f"{r.what} {r.text}".strip()) for rank, r in enumerate(records)]
+    if any(r.what != first.what for r in records):
+        raise RanksDiffer("what they do next", said, SAME_ORDER)
+    if any(r.detail != first.detail for r in records):
+        if len({text for _, text in said}) == 1:
+            said = [(rank, f"{text} [{records[rank].detail.hex()[:8]}]") for rank, text in said]
+        raise RanksDiffer(f"how they {first.what}", said, SAME_ORDER)

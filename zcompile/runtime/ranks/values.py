@@ -1,0 +1,58 @@
+"""Sees to it that all ranks begin with the same values: where they differ, rank 0's are taken."""
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zcompile.ir.types import Layout
+from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric, digest_of
+
+log = logging.getLogger(__name__)
+
+
+def agree_on_parameters(fabric: Fabric, params: Sequence[tuple[str, Tensor]]) -> None:
+    """Check that all ranks have the same parameters, whatever their values.
+
+    raises  RanksDiffer
+    """
+    rows = [(name, tuple(p.size()), p.stride(), p.dtype, p.requires_grad) for name, p in params]
+    total = sum(p.numel() for _, p in params)
+    text = f"with {len(rows)} parameters of {total} elements: {', '.join(n for n, _ in params)}"
+    fabric.agree("offload a model", *rows, text=text)
+
+
+def agreed_value(fabric: Fabric, name: str, value: Tensor) -> Tensor:
+    """The value that all ranks begin with: their own where it is the same, else rank 0's.
+
+    value  a plain tensor, dense or not; on meta it has no value
+    raises  RanksDiffer, if size or dtype differ
+    """
+    what = f"{value.dtype} {tuple(value.size())}{' on meta' if value.is_meta else ''}"
+    own = bytes(DIGEST_BYTES) if value.is_meta else digest_of(value)
+    said = fabric.compare("take in", own, name, what, text=f"{name!r}: {what}")
+    if len(set(said)) == 1:
+        return value
+    log.warning(
+        "the ranks began with other values of %r; those of rank 0 are taken, as "
+        "DistributedDataParallel does: give all ranks the same seed to build the same model",
+        name,
+    )
+    layout = Layout.of(value)
+    mine = torch.empty(layout.size, dtype=layout.dtype)
+    mine.copy_(value.detach())
+    fabric.spread(mine.view(-1).view(torch.uint8), name)
+    if not layout.dense:
+        return mine
+    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype).copy_(mine)
+
+
+def agree_on_buffers(fabric: Fabric, model: nn.Module) -> None:
+    """Give all ranks the buffers of rank 0, once: what forwards make of them is a rank's own."""
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta and buffer.numel():
+            with torch.no_grad():
+                taken = agreed_value(fabric, f"buffer {name}", buffer)
+                if taken is not buffer:
+                    buffer.copy_(taken)

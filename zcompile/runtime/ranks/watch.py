@@ -1,0 +1,266 @@
+"""Lets every rank know when another one has failed, ended, or does not come.
+
+A rank that fails says why in the store of `torch.distributed`, through which ranks find each other;
+a thread of each rank looks there ten times a second, and ends what waits with that cause. A rank
+that is killed says nothing: who talks to it sees the connection close, and says so for it. A rank
+that never comes is missed once something has waited for it for longer than `rank_timeout`, unless
+it is busy with long work of its own, as compiling is.
+"""
+
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, Protocol
+
+from zcompile.errors import RankFailed, RanksDiffer, ZinfError
+
+LOOK_S = 0.1
+"""Seconds between two looks: a rank that raises is known to all in a tenth of the second that they
+may take."""
+GRACE_S = 1.0
+"""Seconds for which what an ended rank has sent before may still arrive."""
+SILENT_S = 10.0
+"""Seconds after which a rank that is busy, and does not say so any more, is taken to be gone."""
+FAILED = "failed"
+TODO = "see its own output; start all ranks again, from the last checkpoint"
+
+
+MESH = (
+    "let every rank of the mesh call zcompile.offload, or zcompile.init, in the same order; mesh= "
+    "says which ranks train together, mesh=False that each trains a model of its own"
+)
+
+
+class Store(Protocol):
+    """What is used of a store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes: ...
+    def set_timeout(self, timeout: timedelta) -> None: ...
+
+
+class Waiting(NamedTuple):
+    """A collective that waits for other ranks.
+
+    what   for people
+    since  on the monotonic clock
+    for_   the rank that it waits for at the moment
+    """
+
+    what: str
+    since: float
+    for_: int
+
+
+class Watch:
+    """Watches the other ranks for one session, in a thread of its own.
+
+    store      of torch.distributed, over a connection of its own
+    hosts      of each rank
+    timeout_s  longest that a rank is waited for
+    waiting    the collectives that wait now
+    doing      what long work this rank does; "": none
+    failed     called once, with the error, when the ranks cannot go on
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        hosts: list[str],
+        timeout_s: float,
+        waiting: Callable[[], list[Waiting]],
+        doing: Callable[[], str],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._store, self._rank, self._hosts = store, rank, hosts
+        self._timeout_s = timeout_s
+        self._waiting, self._doing, self._failed = waiting, doing, failed
+        self._end = threading.Event()
+        self._gone = False
+        """Whether the store cannot be asked any more: each time torch would warn at length."""
+        self._said: tuple[int, str, str] | None = None
+        self._beat = 0.0
+        self.calls = 0
+        """Agreements that this rank has begun."""
+        self.last = "nothing yet"
+        """What it has agreed on last."""
+        self._ended: dict[int, float] = {}
+        """Ranks that have ended, and when that was seen."""
+        self._busy: dict[int, tuple[float, float]] = {}
+        """Ranks that are busy: their last beat, and when that was seen first."""
+        self._thread = threading.Thread(target=self._run, name="zinf-ranks", daemon=True)
+        self._thread.start()
+
+    def note(self, what: str) -> None:
+        """This rank begins an agreement."""
+        self.calls += 1
+        self.last = what
+
+    def failed_here(self, error: BaseException) -> RankFailed:
+        """What later calls on this rank are told of its own failure."""
+        return self._error(self._rank, f"failed: {type(error).__name__}: {error}")
+
+    def say_failed(self, error: BaseException) -> None:
+        """Tell the other ranks that this one has failed, unless it is they who have."""
+        if not isinstance(error, RankFailed | RanksDiffer):
+            self._say(self._rank, f"failed: {type(error).__name__}: {error}")
+
+    def lost(self, rank: int) -> RankFailed:
+        """The error about a rank whose connection has closed; all others are told."""
+        until = time.monotonic() + 3 * LOOK_S  # what it said itself may be on its way
+        while time.monotonic() < until:
+            if (error := self._read_failure()) is not None:
+                return error
+            time.sleep(LOOK_S / 5)
+        ended = self._get(f"ended/{rank}")
+        self._say(rank, ended or "is gone: its process ended without a word, as one that is killed")
+        return self._read_failure() or self._error(rank, "is gone")
+
+    def end(self) -> None:
+        """This rank uses the model no more."""
+        if self._end.is_set():
+            return
+        self._end.set()
+        error = getattr(sys, "last_value", None)
+        # Of a program that ends with an error: torchrun ends the others, or they see it here.
+        text = "has ended its run" if error is None else f"failed: {type(error).__name__}: {error}"
+        self._set(f"ended/{self._rank}", f"{text} after {self.last}")
+        if error is not None and not isinstance(error, ZinfError):
+            self._say(self._rank, f"{text} after {self.last}")
+
+    def _say(self, rank: int, why: str) -> None:
+        try:
+            self._store.compare_set(FAILED, "", json.dumps([rank, why[:2000]]))
+        except RuntimeError:
+            return  # the store is gone, which the others see as well
+
+    def _set(self, key: str, value: str) -> None:
+        if self._gone:
+            return
+        try:
+            self._store.set(key, value)
+        except RuntimeError:
+            return
+
+    def _get(self, key: str) -> str:
+        if self._gone:
+            return ""
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except RuntimeError:
+            return ""
+
+    def _error(self, rank: int, why: str) -> RankFailed:
+        return RankFailed(rank, self._hosts[rank], why, TODO)
+
+    def _read_failure(self) -> RankFailed | None:
+        """What a rank has said of its failure, or another of it."""
+        text = self._get(FAILED)
+        if not text:
+            return None
+        rank, why = json.loads(text)
+        return self._error(rank, why)
+
+    def _run(self) -> None:
+        while not self._end.wait(LOOK_S):
+            if not self._can_be_asked():
+                self._gone = True
+                self._failed(self._error(0, "is gone, and with it the store of torch.distributed"))
+                return
+            error = self._read_failure() or self._missed()
+            if error is not None:
+                self._failed(error)
+                return
+            self._tell()
+
+    def _can_be_asked(self) -> bool:
+        """Whether the store is there: it is in the process of rank 0, unless torchrun keeps it."""
+        try:
+            self._store.check([FAILED])
+        except RuntimeError:
+            return False
+        return True
+
+    def _tell(self) -> None:
+        """Say what this rank does, where that has changed; every second, if it is busy."""
+        doing, now = self._doing(), time.monotonic()
+        said = self.calls, self.last, doing
+        if said == self._said and not (doing and now - self._beat > 1.0):
+            return
+        self._said, self._beat = said, now
+        self._set(
+            f"state/{self._rank}", json.dumps([self.calls, self.last[:500], doing[:500], now])
+        )
+
+    def _state(self, rank: int) -> tuple[int, str, str, float]:
+        text = self._get(f"state/{rank}")
+        if not text:
+            return 0, "nothing yet", "", 0.0
+        calls, last, doing, beat = json.loads(text)
+        return int(calls), str(last), str(doing), float(beat)
+
+    def _missed(self) -> RankFailed | None:
+        """The error about a rank that is waited for, and has ended, or does not come."""
+        now = time.monotonic()
+        for wait in self._waiting():
+            seconds = now - wait.since
+            if seconds < GRACE_S:
+                continue
+            for rank in range(len(self._hosts)):
+                if rank == self._rank or not (text := self._get(f"ended/{rank}")):
+                    continue
+                if now - self._ended.setdefault(rank, now) > GRACE_S:
+                    self._say(rank, f"{text}, while others go on with {wait.what}")
+                    return self._read_failure()
+            if seconds > self._timeout_s and (error := self._late(wait, seconds)) is not None:
+                return error
+        return None
+
+    def _late(self, wait: Waiting, seconds: float) -> RankFailed | None:
+        """The error about a rank that does not come; None as long as it is busy."""
+        behind = [
+            (calls, rank, last, doing, beat)
+            for rank in range(len(self._hosts))
+            if rank != self._rank
+            for calls, last, doing, beat in [self._state(rank)]
+            if calls < self.calls or rank == wait.for_
+        ]
+        calls, rank, last, doing, beat = min(behind)
+        now = time.monotonic()
+        if doing:
+            known, seen = self._busy.get(rank, (-1.0, now))
+            if known != beat:
+                self._busy[rank] = beat, now
+                return None
+            if now - seen < SILENT_S:
+                return None
+        self._say(
+            rank,
+            f"did not come within {seconds:.0f} s to {wait.what}: the last that it came to was "
+            f"{last} (its call {calls}, of {self.calls} here)",
+        )
+        return self._read_failure()
+
+
+def hosts_of(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
+    """The host of each rank, as they tell it when they make a session; they wait for each other.
+
+    raises  RankFailed, if one does not come
+    """
+    store.set(f"host/{rank}", socket.gethostname())
+    hosts, until = [], time.monotonic() + timeout_s
+    for other in range(ranks):
+        while not store.check([f"host/{other}"]):
+            if time.monotonic() > until:
+                why = f"did not come within {timeout_s:g} s to offload the model"
+                raise RankFailed(other, "a host that is not known yet", why, MESH)
+            time.sleep(LOOK_S / 20)
+        hosts.append(store.get(f"host/{other}").decode())
+    return hosts

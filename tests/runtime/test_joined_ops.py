@@ -26,6 +26,7 @@ import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import Bytes
 from zcompile.planner import late_step, step_plan
+from zcompile.runtime.eager import joined
 from zcompile.runtime.eager.joined import LazyResult
 
 THROTTLE = {"h2d": "1GB/s", "d2h": "1GB/s"}
@@ -142,6 +143,19 @@ def counted_by_a_tensor(p, grad, state):
     p.div_(scale)
 
 
+def seen_as_ints(p, grad, state):
+    p.mul_(0.9)
+    p.view(torch.int32).add_(1)
+    p.sub_(grad, alpha=0.1)
+
+
+def one_number_of_many_dims(p, grad, state):
+    p.mul_(torch.full((1,) * p.dim(), 0.5))
+    made = (grad * 2.0) * torch.ones((1,) * (p.dim() + 1))
+    assert made.dim() == p.dim() + 1
+    p.sub_(made[0], alpha=0.1)
+
+
 def other_dtypes(p, grad, state):
     sign = grad.to(torch.bfloat16).sign()
     p.sub_(sign.float() * (grad > 0), alpha=0.01)
@@ -158,6 +172,8 @@ UPDATES = [
     with_a_plain_tensor,
     counted_by_a_tensor,
     other_dtypes,
+    seen_as_ints,
+    one_number_of_many_dims,
 ]
 
 
@@ -168,6 +184,22 @@ def states_of(optimizer):
     return [{k: plain(v) for k, v in state.items()} for state in optimizer.state.values()]
 
 
+@pytest.fixture
+def by_anybody(monkeypatch):
+    """Ops of users are joined too: more than torch's optimizers do."""
+    monkeypatch.setattr(joined, "_is_called_by_torchs_optimizers", lambda: True)
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_an_optimizer_of_ones_own_runs_op_by_op(update):
+    plain, (model, compiled) = gpt(), streamed()
+    first, second = stepped(plain, plain, update), stepped(model, compiled, update)
+    assert session_behind(model).noted_ops is None
+    assert same(model, values(plain))
+    assert states_of(first) == states_of(second)
+
+
+@pytest.mark.usefixtures("by_anybody")
 @pytest.mark.parametrize("update", UPDATES)
 def test_whatever_an_optimizer_computes_has_the_bits_of_plain_tensors(update):
     plain, (model, compiled) = gpt(), streamed()
@@ -176,6 +208,7 @@ def test_whatever_an_optimizer_computes_has_the_bits_of_plain_tensors(update):
     assert states_of(first) == states_of(second)
 
 
+@pytest.mark.usefixtures("by_anybody")
 def test_ops_that_share_nothing_are_one_schedule_and_run_when_the_step_ends():
     model, compiled = streamed()
     waiting = []
@@ -193,6 +226,7 @@ def test_ops_that_share_nothing_are_one_schedule_and_run_when_the_step_ends():
     assert [len(s.rows) for s in steps] == [len(list(model.parameters()))]
 
 
+@pytest.mark.usefixtures("by_anybody")
 def test_a_result_that_outlives_the_step_is_a_tensor_as_any_other():
     model, compiled = streamed()
     kept = []
@@ -218,6 +252,7 @@ def test_a_result_that_outlives_the_step_is_a_tensor_as_any_other():
         assert torch.equal(made.t() if made.dim() == 2 else made, (want + 1).T)
 
 
+@pytest.mark.usefixtures("by_anybody")
 def test_a_step_that_raises_has_done_what_came_before():
     def fails(p, grad, state):
         p.sub_(grad, alpha=0.1)
@@ -235,6 +270,7 @@ def test_a_step_that_raises_has_done_what_came_before():
     assert same(model, values(plain))
 
 
+@pytest.mark.usefixtures("by_anybody")
 def test_an_op_that_torch_refuses_is_refused_where_it_is_called():
     def refused(p, grad, state):
         p.sub_(grad, alpha=0.1)
@@ -250,6 +286,7 @@ def test_an_op_that_torch_refuses_is_refused_where_it_is_called():
     assert same(model, values(plain))
 
 
+@pytest.mark.usefixtures("by_anybody")
 def test_a_closure_finds_what_the_step_did_before_it():
     class Twice(Own):
         @torch.no_grad()
@@ -324,3 +361,68 @@ def test_parameters_without_a_device_of_their_own_are_left_alone():
     alone.grad = torch.full((8, 8), 0.5)
     optim.AdamW([alone], lr=1e-2, foreach=False).step()
     assert torch.equal(extra, alone)
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(40, 40, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda ps, how: optim.AdamW(ps, lr=0.1, weight_decay=0.1, foreach=how),
+        lambda ps, how: optim.RMSprop(ps, lr=0.1, centered=True, momentum=0.9, foreach=how),
+        lambda ps, how: optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=how),
+    ],
+)
+def test_complex_parameters_are_seen_as_pairs_of_numbers(make, lists):
+    models = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = Complex()
+        if offloads:
+            model = zcompile.offload(model, device="cpu", device_memory="4MiB", throttle=THROTTLE)
+        optimizer = make(model.parameters(), lists)
+        for _ in range(3):
+            model.weight.abs().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(model)
+    assert torch.equal(models[0].weight, models[1].weight.on_host())
+
+
+def zeroed(optimizer, p):
+    optimizer.state[p]["exp_avg"].zero_()
+
+
+def read(optimizer, p):
+    SEEN.append(p.detach().numpy().sum().item())
+
+
+SEEN: list[float] = []
+
+
+@pytest.mark.parametrize("asks", [zeroed, read])
+def test_who_asks_within_a_step_finds_what_it_did_and_no_update_that_waits(monkeypatch, asks):
+    """Though the plan wants these updates late."""
+    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
+    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+
+    class Asking(optim.AdamW):
+        def step(self, closure=None):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                asks(self, p)
+
+    budget = Bytes(WEIGHT_BYTES + held_bytes())
+    model, compiled = offloaded(device_memory=budget, throttle={"h2d": "200MB/s", "d2h": "200MB/s"})
+    plain, seen = gpt(), []
+    for m, forward in ((plain, plain), (model, compiled)):
+        SEEN.clear()
+        train(m, forward, Asking(m.parameters(), lr=1e-2, foreach=False), 0, STEPS + 1, clip=False)
+        seen.append([*SEEN])
+    assert seen[0] == seen[1]
+    assert same(model, values(plain))

@@ -249,12 +249,14 @@ class LateUpdates:
         inputs: list[Any],
         entries: Sequence[Entry],
         changing: Changing = (),
+        may_wait: bool = True,
     ) -> None:
         """Run a call of an optimizer, but for the rows whose updates are late.
 
-        raises  what a transfer raises
+        may_wait  False: nobody may wait, since somebody asks for what the call writes
+        raises    what a transfer raises
         """
-        may = self.wanted and self.runner.is_updating
+        may = may_wait and self.wanted and self.runner.is_updating
         late = self._late_rows(schedule, inputs, entries) if may else {}
         if not late:
             with deferred_interrupts(), changes_made(changing):

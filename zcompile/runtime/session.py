@@ -481,7 +481,8 @@ class Session(Store):
             self.noted_ops.settle()
 
     def end_step(self) -> None:
-        self.run_noted_ops()
+        if self.noted_ops is not None:
+            self.noted_ops.end_step()
         self.stepping = None
         self.executor.wait_for_in_flight()
         self.executor.recorder.stepped()

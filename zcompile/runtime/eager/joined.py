@@ -9,15 +9,19 @@ anybody uses an operand or a result otherwise: the entries are marked, and every
 asks for the mark first (`Entry.settle`). Chunk by chunk each op is called as it was, so that all
 bits are those of the ops one by one.
 
-Not joined are fused optimizers, of which an update is one op; lists of ops whose operands all rest
-in reach, which run in one call; ops that write a gradient, whose norms are known; ops with a plain
-operand of more than one element, which others may change meanwhile; and ops on part of an entry.
+Joined are the ops of torch's own optimizers: code of users may do with a result what only a tensor
+with memory stands. Not joined are fused optimizers, of which an update is one op; lists of ops
+whose operands all rest in reach, which run in one call; ops that write a gradient, whose norms are
+known; ops with a plain operand of more than one element, which others may change meanwhile; and ops
+on part of an entry.
 """
 
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, Unsupported
 from zcompile.ir.optimizer_step import Column, Row, lower_step
-from zcompile.ir.schedule import Register
+from zcompile.ir.schedule import Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, wrapper
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.eager.fillings import SPECIAL
@@ -37,12 +41,17 @@ from zcompile.runtime.eager.rows import (
     streamable,
 )
 from zcompile.runtime.eager.streaming import StreamedCall, range_of, signature_of
+from zcompile.runtime.live_memory import LiveStorages
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Deferred
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 aten = torch.ops.aten
 
+MOST_FRAMES = 24
+"""Between an op and the code that calls it."""
+PASSED_THROUGH = frozenset({"torch", "zcompile", "contextlib"})
+"""Packages whose code stands between the two."""
 NOT_JOINED = object()
 """The answer of `join` where an op is to run at once."""
 
@@ -118,6 +127,9 @@ class LazyResult(Tensor):
     def tolist(self) -> Any:
         return self.computed().tolist()
 
+    def __dlpack__(self, **how: Any) -> Any:
+        return self.computed().__dlpack__(**how)
+
     def data_ptr(self) -> int:
         return self.computed().data_ptr()
 
@@ -186,7 +198,7 @@ class JoinedOps:
     def __init__(self, session: Session, cls: Any) -> None:
         self._session = weakref.ref(session)
         self.cls = cls
-        self._count = 0
+        self._next = 0
         self._of_entry: dict[int, _NotedRow] = {}
         self._of_result: dict[int, _NotedRow] = {}
         self._lazy: dict[int, weakref.ref[LazyResult]] = {}
@@ -196,6 +208,19 @@ class JoinedOps:
         session = self._session()
         assert session is not None, "a tensor of it is there"
         return session
+
+    def make_way(self, app: Application) -> None:
+        """Before an op is noted: settle what else its operands wait for, and what was noted of one
+        of them as a tensor of another layout, or in its rows."""
+        for tensor in app.tensors():
+            if isinstance(tensor, self.cls):
+                tiered: Any = tensor
+                entry = tiered.entry
+                row = self._of_entry.get(entry.key)
+                if row is None:
+                    entry.settle()
+                elif row.tiered[entry.key].entry_layout != tiered.entry_layout:
+                    self.settle()
 
     def note(self, app: Application, dtype: torch.dtype | None) -> LazyResult | None:
         """Let an op wait. Returns the tensor that it makes.
@@ -209,13 +234,12 @@ class JoinedOps:
                 tiered: Any = tensor
                 entry = tiered.entry
                 if entry.key not in row.tiered:
-                    entry.settle()
                     entry.wait_for(self)
                     row.tiered[entry.key] = tiered
                     self._of_entry[entry.key] = row
         row.written |= {t.entry.key for t in app.written() if isinstance(t, self.cls)}
-        number = self._count
-        self._count += 1
+        number = self._next
+        self._next += 1
         made = None if dtype is None else number
         row.ops.append((number, _as_noted(app), made))
         if dtype is None:
@@ -245,57 +269,66 @@ class JoinedOps:
             self._of_result |= dict.fromkeys(other.results, first)
         return first
 
-    @uninterrupted
+    def end_step(self) -> None:
+        """Run all that was noted; updates that the plan wants late may wait for the forward.
+
+        raises  as `settle`
+        """
+        self._run(may_wait=True)
+
     def settle(self) -> None:
-        """Run all that was noted: the step ends, or somebody uses an operand or a result.
+        """Run all that was noted, at once: somebody uses an operand or a result.
 
         raises  BudgetExceeded, before anything ran; what a transfer raises
         """
+        self._run(may_wait=False)
+
+    @uninterrupted
+    def _run(self, may_wait: bool) -> None:
         rows = list({id(row): row for row in self._of_entry.values()}.values())
         if not rows:
             return
         alive = {n: lazy for n, ref in self._lazy.items() if (lazy := ref()) is not None}
-        of_entry, of_result, lazies = self._of_entry, self._of_result, self._lazy
+        noted = self._of_entry, self._of_result, self._lazy
         self._of_entry, self._of_result, self._lazy = {}, {}, {}
         self._mark(rows, None)
-        try:
-            with torch.no_grad():  # as the step ran that noted them
-                self._run(rows, alive)
-        except (BudgetExceeded, Unsupported):  # before anything was computed
-            self._of_entry, self._of_result, self._lazy = of_entry, of_result, lazies
-            self._mark(rows, self)
-            raise
+        with torch.no_grad():  # as the step ran that noted them
+            targets = {
+                number: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
+                for number, x in alive.items()
+            }
+            try:
+                counted = self._count(list(targets.values()))
+                try:
+                    schedule, call = self._lowered(rows, targets)
+                except BaseException:
+                    self.session.end_whole(counted)
+                    raise
+            except (BudgetExceeded, Unsupported):  # before anything was computed
+                self._of_entry, self._of_result, self._lazy = noted
+                self._mark(rows, self)
+                raise
+            try:
+                self.session.late.run(schedule, call.inputs, call.entries, call.changing, may_wait)
+            finally:
+                self.session.end_whole(counted)
+            if targets:
+                self.session.count_until_dead(list(targets.values()))
+        for number, lazy in alive.items():
+            lazy.give(targets[number])
 
     @staticmethod
     def _mark(rows: Sequence[_NotedRow], waits: "JoinedOps | None") -> None:
+        """Let the entries of rows wait for this to be settled, or for nothing."""
         for row in rows:
             for tiered in row.tiered.values():
                 tiered.entry.wait_for(waits)
 
-    def _run(self, rows: Sequence[_NotedRow], alive: dict[int, LazyResult]) -> None:
+    def _lowered(
+        self, rows: Sequence[_NotedRow], targets: dict[int, Tensor]
+    ) -> tuple[Schedule, "_JoinedCall"]:
         session = self.session
-        targets = {
-            number: torch.empty_strided(
-                lazy.size(), lazy.stride(), dtype=lazy.dtype, device=lazy.device
-            )
-            for number, lazy in alive.items()
-        }
-        made = list(targets.values())
-        name = session.stepping or "an optimizer"
-        counted = session.begin_whole(f"ops of {name}", [], made, 0) if made else None
-        try:
-            self._stream(name, rows, targets)
-        finally:
-            if counted is not None:
-                session.end_whole(counted)
-        if made:
-            session.count_until_dead(made)
-        for number, lazy in alive.items():
-            lazy.give(targets[number])
-
-    def _stream(self, name: str, rows: Sequence[_NotedRow], targets: dict[int, Tensor]) -> None:
-        session = self.session
-        call = _JoinedCall(self.cls)
+        call, name = _JoinedCall(self.cls), self._name
         made = [call.joined(row, targets) for row in rows]
         room = session.step_room
         key = (room, name, *call.signature)
@@ -304,15 +337,20 @@ class JoinedOps:
             schedule = session.step(key, build)
         except BudgetExceeded as error:
             if not session.reclaim(error.needed_bytes):
-                raise session.split.too_small(
-                    error, f"one chunk of {name}", "its operands"
-                ) from error
-            self._stream(name, rows, targets)  # anew, since operands rest elsewhere now
-            return
+                where = f"one chunk of {name}"
+                raise session.split.too_small(error, where, "its operands") from error
+            return self._lowered(rows, targets)  # anew, since operands rest elsewhere now
         if not session.scratch_use.open(schedule):
-            self._stream(name, rows, targets)  # anew, through the window
-            return
-        session.late.run(schedule, call.inputs, call.entries, call.changing)
+            return self._lowered(rows, targets)  # anew, through the window
+        return schedule, call
+
+    @property
+    def _name(self) -> str:
+        return self.session.stepping or "an optimizer"
+
+    def _count(self, made: Sequence[Tensor]) -> list[LiveStorages]:
+        """Count results that somebody holds, before the ops that make them are lowered."""
+        return self.session.begin_whole("ops", [], made, 0) if made else []
 
 
 @dataclass(frozen=True)
@@ -348,6 +386,8 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
         return NOT_JOINED  # an update as one op
     if any(argument.is_out for argument in schema.arguments):
         return NOT_JOINED
+    if not _is_called_by_torchs_optimizers():
+        return NOT_JOINED
     apps = rows_of(func, args, kwargs)
     sessions = {_session_for(app, cls) for app in apps}
     session = next(iter(sessions), None)
@@ -358,12 +398,37 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
         return NOT_JOINED  # what rests in reach is computed in one call
     dtypes = [_made_dtype(app) for app in apps]  # raises what torch raises
     ops = session.noted_ops or session.note_ops_by(JoinedOps(session, cls))
+    for app in apps:
+        ops.make_way(app)
+    if not all(_is_noted(tensor) for app in apps for tensor in app.tensors()):
+        return NOT_JOINED  # results were computed just now
     if schema.is_mutable:
         for app in apps:
             ops.note(app, None)
         return None if lists else args[0]
     made = [ops.note(app, dtype) for app, dtype in zip(apps, dtypes, strict=True)]
     return made if lists else made[0]
+
+
+def _is_called_by_torchs_optimizers() -> bool:
+    """Whether an op is called by code of torch.optim, which does nothing with what it makes that a
+    `LazyResult` does not stand. What users write may."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return False
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch.optim."):
+            return True
+        if module.split(".")[0] not in PASSED_THROUGH:
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _is_noted(tensor: Tensor) -> bool:
+    """Whether a tensor is no lazy result that was computed."""
+    return not isinstance(tensor, LazyResult) or tensor.is_noted
 
 
 def _moves(tensor: Tensor, cls: Any) -> bool:
@@ -396,6 +461,8 @@ def _session_for(app: Application, cls: Any) -> Session | None:
     if len(found) != 1:
         return None
     (session,) = found
+    if session.fabric is not None:
+        return None
     if not session.is_updating or session.executor.walks_here:
         return None
     if app.func._schema.is_mutable and not _writes_first(app):
@@ -405,6 +472,8 @@ def _session_for(app: Application, cls: Any) -> Session | None:
             return None
     elif any(t.size() != wide[0].size() or t.stride() != wide[0].stride() for t in wide):
         return None
+    elif any(t.dim() > wide[0].dim() for t in app.tensors()):
+        return None  # one element of more dimensions gives the result its own
     return session
 
 
@@ -439,7 +508,7 @@ def _dtype_of(func: Dispatched, spec: Any, kinds: tuple[object, ...]) -> torch.d
     def stand_in(kind: object) -> object:
         if isinstance(kind, tuple):
             dtype, wide, dims = kind
-            return torch.ones((2,) if wide else (1,) * dims, dtype=dtype)
+            return torch.ones((2 if wide else 1,) * dims, dtype=dtype)
         return kind(1) if isinstance(kind, type) else kind
 
     args, kwargs = trees.tree_unflatten([stand_in(kind) for kind in kinds], spec)
@@ -489,6 +558,7 @@ class _JoinedCall(StreamedCall):
             held.append((number - first, len(plains)))
             plains.append(self.input(targets[number]))
             kinds.append(signature_of(targets[number]))
+        ops = _with_drops(ops, {number for number, _ in held})
         compute = _JoinedChunk(tuple(ops), len(columns), changes, tuple(held))
         numel = next(iter(row.tiered.values())).numel()
         shapes = tuple(replace(c, entry=type(c.entry)(0), name="") for c in columns)
@@ -502,12 +572,28 @@ class _JoinedOp:
 
     places  of each operand: a column, the result of an op before, or a plain operand, by number
     made    number of its result; None: it writes its first operand
+    drops   results that nobody reads any more
     """
 
     func: Dispatched
     spec: Any
     places: tuple[tuple[str, int], ...]
     made: int | None
+    drops: tuple[int, ...] = ()
+
+
+def _with_drops(ops: Sequence[_JoinedOp], held: set[int]) -> list[_JoinedOp]:
+    """The ops, each with what it is the last to read; but for what is held."""
+    last: dict[int, int] = {}
+    for at, op in enumerate(ops):
+        if op.made is not None:
+            last[op.made] = at
+        last |= {number: at for where, number in op.places if where == "result"}
+    drops: dict[int, list[int]] = {}
+    for number, at in last.items():
+        if number not in held:
+            drops.setdefault(at, []).append(number)
+    return [replace(op, drops=tuple(drops.get(at, ()))) for at, op in enumerate(ops)]
 
 
 @dataclass(frozen=True)
@@ -541,5 +627,8 @@ class _JoinedChunk:
             made = op.func(*args, **kwargs)
             if op.made is not None:
                 results[op.made] = made[0] if isinstance(made, list | tuple) else made
+            del args, kwargs, made
+            for number in op.drops:
+                del results[number]
         for result, plain in self.held:
             range_of(values[self.columns + plain], first, last).copy_(results[result])

@@ -426,8 +426,6 @@ class ListCall:
         found = next((repeat for repeat in known if repeat.known == self.known), None)
         if found is None or not self.session.scratch_use.open(found.schedule):
             return False
-        for entry in self.entries.values():
-            entry.settle()
         leaves = self.leaves
         written = [leaves[at] for at in found.written]
         increment_version([leaf._handle for leaf in written])
@@ -491,6 +489,10 @@ def list_call(
         if isinstance(leaf, cls):
             tiered: Any = leaf
             entry = entries[at] = tiered.entry
+            if entry.waits is not None:
+                if entry.waits is session_of(entry).noted_ops:
+                    return None  # the op may be noted with those
+                entry.settle()  # before it is looked at where it rests
             if entry.deferred or entry.copies:
                 return None
             in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)

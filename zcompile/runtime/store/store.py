@@ -153,8 +153,8 @@ class Entry:
              handle are that parameter's
     shown    its layout in what that parameter shows; None once the .data of that is something else
     deferred changes that are still to be applied to the bytes; whoever reads finds them applied
-    waits    what is to be settled before the bytes are used, since a late update reads or writes
-             them; None: nothing
+    waits    what is to be settled before the bytes are used, since a late update, or an op of a
+             step that waits for others, reads or writes them; None: nothing
     sources  what it took its values from, if that can still be written by others
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
     norms    what was measured of it: how -> (version, layout, result)
@@ -219,8 +219,7 @@ class Entry:
         self.waits = waits
 
     def settle(self) -> None:
-        """Its bytes are about to be used: a late update that has to do with them is computed
-        first."""
+        """Its bytes are about to be used: what waits and has to do with them is computed first."""
         if self.waits is not None:
             self.waits.settle()
 

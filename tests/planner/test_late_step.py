@@ -90,9 +90,12 @@ def test_only_the_first_of_several_micro_batches_updates():
     assert late == [True, False]
 
 
-def test_an_update_of_several_ops_is_not_late():
-    """Of those each reads what the one before has made."""
-    assert with_late_step(traced(adamw_by_foreach), CHUNK) is None
+def test_an_update_of_several_ops_is_late_as_one_op_is():
+    """They are one row of the step."""
+    fused, by_ops = (with_late_step(traced(make), CHUNK) for make in (adamw, adamw_by_foreach))
+    assert by_ops is not None
+    assert fused is not None
+    assert len(by_ops.forwards) == len(fused.forwards) > 0
 
 
 def test_a_step_of_too_many_chunks_is_planned_without(monkeypatch):

@@ -12,14 +12,13 @@ compiled graphs, which hold next to nothing then. So their bytes are known befor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from zcompile.errors import Unsupported, ZinfError
+from zcompile.errors import Unsupported
 from zcompile.ir.graph import UNANNOTATED_VIEWS
 from zcompile.ir.torch_compat import (
     Dispatched,
@@ -82,19 +81,6 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     raises  Unsupported for ops that change metadata in place; BudgetExceeded if a tensor does not
             fit the arena; what a transfer raises
     """
-    try:
-        return _called(cls, func, args, kwargs)
-    except Exception:
-        # A step may end here: what it did before is done.
-        with suppress(ZinfError, OSError):
-            for tensor in leaves_of(args, kwargs):
-                if isinstance(tensor, cls):
-                    tiered: Any = tensor
-                    session_of(tiered.entry).run_noted_ops()
-        raise
-
-
-def _called(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if _is_view(func):
         return _view(cls, func, args, kwargs)
     if (fabric := fabric_of(cls, args, kwargs)) is not None:

@@ -19,6 +19,7 @@ on part of an entry.
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import FrameType
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.errors import BudgetExceeded, Unsupported
+from zcompile.errors import BudgetExceeded, Unsupported, ZinfError
 from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, wrapper
@@ -106,11 +107,15 @@ class LazyResult(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = next(x for x in leaves_of(args, kwargs) if isinstance(x, LazyResult))
-        with deferred_interrupts():
-            made = join(first.ops.cls, func, args, kwargs)
-            if made is not NOT_JOINED:
-                return made
-            plain_args, plain_kwargs = computed(args, kwargs)
+        try:
+            with deferred_interrupts():
+                made = join(first.ops.cls, func, args, kwargs)
+                if made is not NOT_JOINED:
+                    return made
+                plain_args, plain_kwargs = computed(args, kwargs)
+        except BaseException:
+            run_noted_ops(first.ops.cls, [first])
+            raise
         result = func(*plain_args, **plain_kwargs)
         if func._schema.is_mutable and args and result is plain_args[0]:
             return args[0]
@@ -372,6 +377,21 @@ def _as_noted(app: Application) -> Application:
 
     args, kwargs = trees.tree_map(kept, (app.args, app.kwargs))
     return replace(app, args=args, kwargs=kwargs)
+
+
+def run_noted_ops(cls: Any, leaves: Iterable[Any]) -> None:
+    """After an error or an interrupt, which may end a step: what it did before is done then, and
+    waits for nothing.
+
+    leaves  operands of the op that failed
+    """
+    with suppress(ZinfError, OSError):
+        for leaf in leaves:
+            if isinstance(leaf, LazyResult):
+                leaf.ops.settle()
+            elif isinstance(leaf, cls):
+                tiered: Any = leaf
+                session_of(tiered.entry).run_noted_ops()
 
 
 # --- Which ops wait ---

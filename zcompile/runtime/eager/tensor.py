@@ -41,6 +41,7 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.eager import dispatch
 from zcompile.runtime.eager.data_assignment import assign_data
 from zcompile.runtime.eager.identity import FLATTENS, is_asked_by
+from zcompile.runtime.eager.joined import run_noted_ops
 from zcompile.runtime.eager.rows import leaves_of
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import session_of
@@ -187,8 +188,12 @@ class TieredTensor(Unbacked):
         leaves = leaves_of(args, kwargs)
         if any(isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves):
             return _gather_in_graph(func, args, kwargs)
-        with deferred_interrupts():
-            return dispatch.call(TieredTensor, func, args, kwargs)
+        try:
+            with deferred_interrupts():
+                return dispatch.call(TieredTensor, func, args, kwargs)
+        except BaseException:
+            run_noted_ops(TieredTensor, leaves)
+            raise
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]  # a property there too, but not in Python

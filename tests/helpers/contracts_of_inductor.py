@@ -72,7 +72,7 @@ def compile_by_inductor() -> None:
     library.recompile()
     square = ((8, 8), (8, 1), torch.float32, CPU)
     found = on_a_thread(lambda: private.compile_by_inductor(library, [square], 1, cached=False))
-    assert "mm" in found.facts.library
+    assert "mm" in found.facts.called
     twice = graph_of((aten.exp.default,))
     (exp,) = twice.graph.find_nodes(op="call_function", target=aten.exp.default)
     (output,) = twice.graph.find_nodes(op="output")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fences import DEVICE, Fenced
 from kernels.mutants import changed, mutants
-from torch import Tensor
+from torch import Tensor, library
 
 from triton_kernels.adamw import reference
 from triton_kernels.adamw.op import adamw
@@ -207,7 +207,7 @@ def test_a_kernel_that_is_wrong_is_noticed(old, new, tmp_path):
 
 def test_the_op_keeps_its_contract():
     given = step((5, 12), torch.bfloat16, torch.bfloat16).copy()
-    torch.library.opcheck(torch.ops.triton_kernels.adamw.default, tuple(given.arguments()))
+    library.opcheck(torch.ops.triton_kernels.adamw.default, tuple(given.arguments()))
 
 
 def test_the_op_works_in_a_compiled_function():

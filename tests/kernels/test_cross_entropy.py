@@ -6,7 +6,7 @@ import pytest
 import torch
 from fences import DEVICE, Fenced
 from kernels.mutants import changed, mutants
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.functional import cross_entropy
 
 from triton_kernels.cross_entropy import op, reference
@@ -221,13 +221,13 @@ def test_the_ops_keep_their_contracts():
     logits, target = (x.to(DEVICE) for x in drawn(torch.bfloat16, 40))
     state = [x.to(DEVICE) for x in start(target, torch.float32)]
     ops = torch.ops.triton_kernels
-    torch.library.opcheck(ops.see_tile.default, (logits, target, *state[:3]))
-    torch.library.opcheck(ops.see_tile_and_sum.default, (logits, target, *state))
+    library.opcheck(ops.see_tile.default, (logits, target, *state[:3]))
+    library.opcheck(ops.see_tile_and_sum.default, (logits, target, *state))
     # Not as a part of what is traced: an op that returns what it writes has no functional form. It
     # is written into graphs that have been traced.
     kept = ("test_schema", "test_faketensor", "test_autograd_registration")
     given = (logits, target, *state[:2], state[0], None)
-    torch.library.opcheck(ops.tile_gradient_.default, given, test_utils=kept)
+    library.opcheck(ops.tile_gradient_.default, given, test_utils=kept)
 
 
 def test_an_op_returns_what_it_writes():

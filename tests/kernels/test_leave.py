@@ -6,7 +6,7 @@ import pytest
 import torch
 from fences import DEVICE, Fenced
 from kernels.mutants import changed, mutants
-from torch import Tensor
+from torch import Tensor, library
 
 from triton_kernels.leave import reference
 from triton_kernels.leave.op import SIDE, leave, places
@@ -93,7 +93,7 @@ def test_a_kernel_that_is_wrong_is_noticed(old, new, tmp_path):
 def test_the_op_keeps_its_contract():
     given = [g.to(DEVICE) for g in drawn(torch.float32, (5, 70))]
     packed = torch.zeros(192, device=DEVICE)
-    torch.library.opcheck(torch.ops.triton_kernels.leave.default, (given, packed, [0, 64]))
+    library.opcheck(torch.ops.triton_kernels.leave.default, (given, packed, [0, 64]))
     assert packed[134:].eq(0).all()
 
 

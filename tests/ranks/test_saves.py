@@ -122,9 +122,8 @@ def test_readers_outside_of_a_graph_see_whole_values(pool):
     }
 
 
-def written(mesh):
-    """Write to a parameter outside of a graph, as loops do."""
-    model, _, _ = made_on(mesh)
+def digests_after_writes(model):
+    """Write to parameters outside of a graph, as loops do; of the parameters, and all in a row."""
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
@@ -134,21 +133,16 @@ def written(mesh):
         model.table.weight[5].fill_(7.0)
         model.load_state_dict({"norm.weight": torch.full((96,), 2.0)}, strict=False)
         far = torch.nn.utils.parameters_to_vector(model.parameters())
-    found = digest(model.parameters()), digest([far])
+    return digest(model.parameters()), digest([far])
+
+
+def written(mesh):
+    model, _, _ = made_on(mesh)
+    found = digests_after_writes(model)
     zcompile.close(model)
     return found
 
 
 def test_writers_outside_of_a_graph_write_each_rank_s_share(pool):
-    model = words()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.mul_(0.5)
-            param.add_(torch.ones(param.shape))
-        torch.manual_seed(3)
-        model.head.weight.normal_()
-        model.table.weight[5].fill_(7.0)
-        model.load_state_dict({"norm.weight": torch.full((96,), 2.0)}, strict=False)
-        far = torch.nn.utils.parameters_to_vector(model.parameters())
-    expected = digest(model.parameters()), digest([far])
+    expected = digests_after_writes(words())
     assert pool.run(written, 4) == [expected] * 4

@@ -1,7 +1,7 @@
 """The op of AdamW: the kernel on CUDA, the formula on the CPU."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from triton_kernels import demand, on
 from triton_kernels.adamw import reference
@@ -10,7 +10,7 @@ GRADS = (torch.float32, torch.bfloat16, torch.float16)
 NARROW = (torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "triton_kernels::adamw",
     mutates_args=("params", "exp_avgs", "exp_avg_sqs", "narrow"),
     device_types="cuda",

@@ -1,6 +1,6 @@
 """The ops of cross-entropy: kernels on CUDA, formulas on the CPU.
 
-They are defined by `torch.library.Library`, and not by `custom_op`, since `tile_gradient_` returns
+They are defined by their schemas, and not by torch's `custom_op`, since `tile_gradient_` returns
 what it writes, as ops of torch do that work in place: what reads the gradient reads its result.
 
 Shapes: logits [tokens, classes], any row stride, classes without gaps; numbers of a token [tokens,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from triton_kernels import demand, on
 from triton_kernels.leave import reference
@@ -23,7 +23,7 @@ def places(numels: Sequence[int]) -> list[int]:
     return list(accumulate((-(-n // SIDE) * SIDE for n in numels), initial=0))
 
 
-@torch.library.custom_op("triton_kernels::leave", mutates_args=("packed",), device_types="cuda")
+@library.custom_op("triton_kernels::leave", mutates_args=("packed",), device_types="cuda")
 def leave(grads: list[Tensor], packed: Tensor, offsets: list[int]) -> None:
     """Copy many small gradients into one buffer, in one launch.
 

@@ -98,7 +98,7 @@ def zinf(
     with working(f"compiling {watch.name}"):
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
-        except Exception as error:  # what torch raises of a graph it cannot trace has no class
+        except Exception as error:  # on purpose: what torch cannot trace raises of no one class
             if session is not None and session.fabric is not None:
                 session.fabric.failed_here(error)  # the others wait for the call
             ours = graph.reached or isinstance(error, ZinfError) or not _is_of_torch(error)

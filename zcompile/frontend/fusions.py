@@ -201,8 +201,8 @@ def _fused(key: str, call: Callable[..., Sequence[Any]], facts: CompiledFacts) -
 def _unlike(facts: CompiledFacts, made: Sequence[fx.Node]) -> str | None:
     """Why memory of these nodes cannot be counted, or is not what it was for eager ops; None: it
     can, and is."""
-    if facts.library:
-        return f"Inductor calls {facts.library} for it, whose memory is not known"
+    if facts.called:
+        return f"Inductor calls {facts.called} for it, whose memory is not known"
     if facts.shared:
         return f"the memory of its result {facts.shared} is not its own"
     for node, stride in zip(made, facts.strides, strict=True):
@@ -229,7 +229,7 @@ def _on_a_thread(work: Callable[[], T], device: torch.device) -> T | Exception:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             done.append(work())
-        except Exception as error:  # noqa: BLE001  # what Inductor cannot compile has no class
+        except Exception as error:  # noqa: BLE001  # on purpose: of any class; it runs eagerly
             done.append(error)
         finally:
             ended.set()
@@ -269,7 +269,7 @@ class _Kept:
             return None
         try:
             return load_compiled(str(path)), facts
-        except Exception as error:  # noqa: BLE001  # what torch says of a broken one has no class
+        except Exception as error:  # noqa: BLE001  # on purpose: of any class; it is made anew
             log.warning("%s is compiled anew: %s", path, _first_line(error))
             return None
 
@@ -280,7 +280,7 @@ class _Kept:
                 int(said["nbytes"]),
                 int(said["kernels"]),
                 tuple(None if s is None else tuple(map(int, s)) for s in said["strides"]),
-                str(said["library"]),
+                str(said["called"]),
                 str(said["shared"]),
             )
         except (OSError, ValueError, KeyError, TypeError):

@@ -894,14 +894,14 @@ class CompiledFacts:
     nbytes   live at its peak, of what it makes
     kernels  that it runs
     strides  of each result; None where it is not known
-    library  what it calls that is not its own code, the first; "": nothing
+    called   what it calls that is not its own code, the first; "": nothing
     shared   name of a result that is not a fresh buffer of its own; "": there is none
     """
 
     nbytes: int
     kernels: int
     strides: tuple[tuple[int, ...] | None, ...]
-    library: str = ""
+    called: str = ""
     shared: str = ""
 
 
@@ -1042,7 +1042,7 @@ def _facts_of(graph: Any) -> CompiledFacts:
     fresh = set[str]()
     live = most = kernels = 0
     sizes: dict[str, int] = {}
-    library = ""
+    called = ""
     for line in graph.wrapper_code.lines:
         kind = type(line).__name__
         if kind == "AllocateLine":
@@ -1060,10 +1060,10 @@ def _facts_of(graph: Any) -> CompiledFacts:
         elif kind == "KernelCallLine":
             kernels += 1
         elif kind.startswith("Extern") or kind.endswith("FallbackLine"):
-            library = library or str(getattr(line.node, "python_kernel_name", kind))
+            called = called or str(getattr(line.node, "python_kernel_name", kind))
     strides = tuple(_stride_of(x) for x in graph.graph_outputs)
     shared = next((name for name in results if name not in fresh or results.count(name) > 1), "")
-    return CompiledFacts(most, kernels, strides, library, shared)
+    return CompiledFacts(most, kernels, strides, called, shared)
 
 
 def _allocated_bytes(buffer: Any) -> int:

@@ -26,7 +26,7 @@ GRACE_S = 1.0
 SILENT_S = 10.0
 """Seconds after which a rank that is busy, and does not say so any more, is taken to be gone."""
 FAILED = "failed"
-TODO = "see its own output; start all ranks again, from the last checkpoint"
+ADVICE = "see its own output; start all ranks again, from the last checkpoint"
 
 
 MESH = (
@@ -158,7 +158,7 @@ class Watch:
             return ""
 
     def _error(self, rank: int, why: str) -> RankFailed:
-        return RankFailed(rank, self._hosts[rank], why, TODO)
+        return RankFailed(rank, self._hosts[rank], why, ADVICE)
 
     def _read_failure(self) -> RankFailed | None:
         """What a rank has said of its failure, or another of it."""

@@ -5,10 +5,10 @@
 A GPT of 12 layers and width 256 with GPT-2's vocabulary, entries on disk and 96 MiB of device: from
 the moment that the model is there, with random values, to the end of its first step, and to the
 moment that the plan of a whole step is in force, when the third begins. Beside it stands the first
-step of the same model in memory under torch's backend "aot_eager". Then `zinf plan` of a Llama of
-941 M parameters, from the start of the process to its end. Every run is a process of its own, and
-they take turns. "of CPU" is what the process computed, all its threads together, and hangs less on
-what else the machine does; the first steps' is without the start of the process.
+step of the same model in memory under torch's backend "aot_eager". Then `zinf plan` of a Llama, of
+941 M parameters with 16 layers, from the start of the process to its end. Every run is a process of
+its own, and they take turns. "of CPU" is what the process computed, all its threads together, and
+hangs less on what else the machine does; the first steps' is without the start of the process.
 """
 
 import argparse
@@ -119,9 +119,10 @@ def alone(name: str) -> Sequence[Timed]:
     return [(row[0], row[1]) for row in json.loads(made.stdout.splitlines()[-1])]
 
 
-def plan_process(folder: Path) -> Timed:
+def plan_process(folder: Path, layers: int) -> Timed:
     """`zinf plan config.json`, a process from beginning to end."""
-    (path := folder / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    config = {**LLAMA, "num_hidden_layers": layers}
+    (path := folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "zcompile.cli", "plan", str(path)]
     before, begin = os.times(), time.perf_counter()
     subprocess.run([*command, "--machine", "desktop-24gb"], stdout=subprocess.DEVNULL, check=True)
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--vocabulary", type=int, default=50257)
+    parser.add_argument("--plan-layers", type=int, nargs="+", default=[16], help="of the Llama")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--device-memory", default="96MiB")
@@ -153,12 +155,15 @@ def main() -> None:
         for _ in range(args.rounds):
             first, in_force = alone("ours")
             (other,) = alone("stock")
-            asked = plan_process(Path(folder))
+            asked = [
+                (f"`zinf plan`, {layers} layers", plan_process(Path(folder), layers))
+                for layers in args.plan_layers
+            ]
             for name, took in (
                 ("first step", first),
                 ("plan in force", in_force),
                 ('first step, "aot_eager" in memory', other),
-                ("`zinf plan`, 941 M parameters", asked),
+                *asked,
             ):
                 rows.setdefault(name, []).append(took)
     print(f"{args.layers} layers x {args.width}, vocabulary {args.vocabulary}, ", end="")

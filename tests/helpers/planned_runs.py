@@ -11,9 +11,14 @@ from torch import Tensor, nn
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import Bytes, KiB
+from zcompile.planner import late_step, step_plan
 
 WIDTH, VOCABULARY = 32, 64
 STEPS = 5
+PLANNED = 3
+"""Steps after which a plan is in force."""
+THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
+"""Links over which what rests on the host moves, and is not computed where it lies."""
 
 
 def gpt(layers: int = 1) -> nn.Module:
@@ -105,3 +110,14 @@ def made_on(device: str) -> Iterator[None]:
 
 def homes(model: nn.Module) -> set[str]:
     return {p.entry.home for p in model.parameters()}
+
+
+def let_all_be_late(monkeypatch) -> None:
+    """Plan as late whatever may be, also what is small and what does not pay."""
+    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
+    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+
+
+def streaming() -> dict[str, object]:
+    """Fields with which states stream: the device has no room but for weights and values."""
+    return {"device_memory": Bytes(WEIGHT_BYTES + held_bytes()), "throttle": THROTTLE}

@@ -9,14 +9,15 @@ import pytest
 import torch
 from planned_runs import (
     STEPS,
-    WEIGHT_BYTES,
+    THROTTLE,
     expected,
     gpt,
-    held_bytes,
     ids,
+    let_all_be_late,
     loss_of,
     offloaded,
     same,
+    streaming,
     train,
     values,
 )
@@ -24,12 +25,8 @@ from torch import nn, optim
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.units import Bytes
-from zcompile.planner import late_step, step_plan
 from zcompile.runtime.eager import joined
 from zcompile.runtime.eager.joined import LazyResult
-
-THROTTLE = {"h2d": "1GB/s", "d2h": "1GB/s"}
 
 
 def adamw(model, **how):
@@ -319,14 +316,12 @@ def test_a_closure_finds_what_the_step_did_before_it():
 
 @pytest.mark.parametrize("lists", [False, True])
 def test_an_update_op_by_op_may_wait_for_the_next_forward(monkeypatch, lists):
-    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
-    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+    let_all_be_late(monkeypatch)
 
     def make(model):
         return adamw(model, foreach=lists)
 
-    budget = Bytes(WEIGHT_BYTES + held_bytes())
-    model, compiled = offloaded(device_memory=budget, throttle={"h2d": "200MB/s", "d2h": "200MB/s"})
+    model, compiled = offloaded(**streaming())
     train(model, compiled, make(model), 0, STEPS)
     assert session_behind(model).late.rows > 0
     plain = gpt()
@@ -408,8 +403,7 @@ SEEN: list[float] = []
 @pytest.mark.parametrize("asks", [zeroed, read])
 def test_who_asks_within_a_step_finds_what_it_did_and_no_update_that_waits(monkeypatch, asks):
     """Though the plan wants these updates late."""
-    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
-    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+    let_all_be_late(monkeypatch)
 
     class Asking(optim.AdamW):
         def step(self, closure=None):
@@ -417,8 +411,7 @@ def test_who_asks_within_a_step_finds_what_it_did_and_no_update_that_waits(monke
             for p in self.param_groups[0]["params"]:
                 asks(self, p)
 
-    budget = Bytes(WEIGHT_BYTES + held_bytes())
-    model, compiled = offloaded(device_memory=budget, throttle={"h2d": "200MB/s", "d2h": "200MB/s"})
+    model, compiled = offloaded(**streaming())
     plain, seen = gpt(), []
     for m, forward in ((plain, plain), (model, compiled)):
         SEEN.clear()

@@ -12,13 +12,16 @@ import pytest
 import torch
 from planned_runs import (
     LITTLE_HOST,
+    PLANNED,
     STEPS,
+    THROTTLE,
     WEIGHT_BYTES,
     adamw,
     expected,
     gpt,
     held_bytes,
     ids,
+    let_all_be_late,
     loss_of,
     offloaded,
     same,
@@ -32,21 +35,15 @@ from zcompile.errors import UpdateBroken
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
 from zcompile.ir.units import Bytes
-from zcompile.planner import late_step, step_plan
+from zcompile.planner import step_plan
 from zcompile.runtime import executor
 from zcompile.runtime import late as late_updates
 from zcompile.runtime.executor import _Call
 
-THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
-PLANNED = 3
-"""Steps after which a plan is in force."""
-
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
-    """Whatever may be late is, also what is small and what does not pay."""
-    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
-    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+    let_all_be_late(monkeypatch)
 
 
 def budget(tmp_path, where: str) -> dict[str, object]:

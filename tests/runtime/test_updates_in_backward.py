@@ -4,34 +4,27 @@ is late too, to the bit."""
 import pytest
 import torch
 from planned_runs import (
+    PLANNED,
     STEPS,
-    WEIGHT_BYTES,
     adamw,
     gpt,
-    held_bytes,
     ids,
+    let_all_be_late,
     loss_of,
     offloaded,
     same,
+    streaming,
     values,
 )
 from torch import nn
 
 import zcompile
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.units import Bytes
-from zcompile.planner import late_step, step_plan
-
-THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
-PLANNED = 3
-"""Steps after which a plan is in force."""
 
 
 @pytest.fixture(autouse=True)
 def forced(monkeypatch):
-    """Whatever may be late is, also what is small and what does not pay."""
-    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.0)
-    monkeypatch.setattr(late_step, "SMALL_BYTES", 0)
+    let_all_be_late(monkeypatch)
 
 
 def adamw_of(params):
@@ -76,7 +69,7 @@ def trained(model, forward, steps, begin=0, **how):
 
 
 def planned(**fields):
-    return offloaded(device_memory=Bytes(WEIGHT_BYTES + held_bytes()), throttle=THROTTLE, **fields)
+    return offloaded(**streaming(), **fields)
 
 
 @pytest.mark.parametrize("make", [adamw_of, momentum_of, plain_sgd_of])

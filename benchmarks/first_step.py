@@ -6,8 +6,10 @@ A GPT of 12 layers and width 256 with GPT-2's vocabulary, entries on disk and 96
 the moment that the model is there, with random values, to the end of its first step, and to the
 moment that the plan of a whole step is in force, when the third begins. Beside it stands the first
 step of the same model in memory under torch's backend "aot_eager". Then `zinf plan` of a Llama, of
-941 M parameters with 16 layers, from the start of the process to its end. Every run is a process of
-its own, and they take turns. "of CPU" is what the process computed, all its threads together, and
+941 M parameters with 16 layers, from the start of the process to its end, and beside it the least
+that such an answer takes with this torch: a process that imports torch and transformers and runs a
+step of the same model on the meta device under "aot_eager". Every run is a process of its own, and
+they take turns. "of CPU" is what the process computed, all its threads together, and
 hangs less on what else the machine does; the first steps' is without the start of the process.
 """
 
@@ -124,8 +126,28 @@ def plan_process(folder: Path, layers: int) -> Timed:
     config = {**LLAMA, "num_hidden_layers": layers}
     (path := folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     command = [sys.executable, "-m", "zcompile.cli", "plan", str(path)]
+    return _process([*command, "--machine", "desktop-24gb"])
+
+
+def traced_by_torch(_: Path, layers: int) -> Timed:
+    """Import, build and trace a step of the same Llama without bytes and without zcompile."""
+    config = {**LLAMA, "num_hidden_layers": layers}
+    lines = (
+        "import torch, transformers",
+        f"config = transformers.AutoConfig.for_model(**{config!r})",
+        "with torch.device('meta'): model = transformers.AutoModelForCausalLM.from_config(config)",
+        f"shape = 1, {LLAMA['max_position_embeddings']}",
+        "ids = torch.zeros(shape, dtype=torch.int64, device='meta')",
+        "run = torch.compile(model, backend='aot_eager')",
+        "run(input_ids=ids, labels=ids, use_cache=False).loss.backward()",
+    )
+    return _process([sys.executable, "-W", "ignore", "-c", "\n".join(lines)])
+
+
+def _process(command: Sequence[str]) -> Timed:
+    """How long a process takes, and what it computes."""
     before, begin = os.times(), time.perf_counter()
-    subprocess.run([*command, "--machine", "desktop-24gb"], stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
     after = os.times()
     children = after.children_user - before.children_user
     return time.perf_counter() - begin, children + after.children_system - before.children_system
@@ -156,8 +178,12 @@ def main() -> None:
             first, in_force = alone("ours")
             (other,) = alone("stock")
             asked = [
-                (f"`zinf plan`, {layers} layers", plan_process(Path(folder), layers))
+                (f"{name}, {layers} layers", measured(Path(folder), layers))
                 for layers in args.plan_layers
+                for name, measured in (
+                    ("`zinf plan`", plan_process),
+                    ("torch alone", traced_by_torch),
+                )
             ]
             for name, took in (
                 ("first step", first),

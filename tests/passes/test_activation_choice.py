@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from activation_chains import chain
+from activation_chains import chain, residual_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,6 +129,21 @@ def test_a_question_without_an_answer_is_answered_as_well_as_can_be():
     assert not made.fits
     assert made.gap is None
     assert max(made.answer.held) < 32
+
+
+@pytest.mark.parametrize(
+    ("layers", "budget", "host"), [(24, 40, 60), (24, 60, 60), (24, 100, 20), (64, 60, 200)]
+)
+def test_blocks_are_made_again_one_at_a_time_where_the_rest_would_go_to_a_slow_disk(
+    layers, budget, host
+):
+    """The greedy search made each sum of the residual stream again of the one before, which wants
+    all of them at once; what found no room then went to disk, at 15 times the bound."""
+    tiers = {"host": OffloadTier(0.01, 0.01, host), "disk": OffloadTier(1.0, 1.0, 10_000)}
+    made = choose(residual_blocks(layers, tiers=tiers, budget=budget), (A, H, D))
+    assert made.fits
+    assert made.answer.seconds < 1.5 * made.least_seconds
+    assert D not in made.answer.moved
 
 
 def best(problem, ways):

@@ -5,7 +5,9 @@ recomputing wants the operands of the op. It is solved greedily (`Search`): whil
 live, the value is given up that costs the fewest seconds per byte at the peak; at the end every
 value that has come to fit is saved again. Several such searches are tried, one of them from the
 rounded solution of the linear relaxation (`relaxed`), whose optimum says how far the best of them
-can be from the optimum; of the best, the costliest values are exchanged for others (`choose`).
+can be from the optimum; where that is far, also from forward cut into segments of which backward
+recomputes one at a time (`segments.py`). Of the best, the costliest values are exchanged for others
+(`choose`).
 
 In the relaxation every value may be saved, recomputed and offloaded in parts, and ops may run again
 in parts:
@@ -41,6 +43,7 @@ from zcompile.passes.plan_activations.problem import (
     Problem,
     answer,
 )
+from zcompile.passes.plan_activations.segments import segments
 
 TIMES = 48
 """Times at which the relaxation bounds memory: the peak of each of so many stretches of equal
@@ -212,6 +215,7 @@ class Search:
     wholly   a value is recomputed with all operands that this wants, not only with those that are
              no smaller; and bytes freed beyond the missing ones do not count
     stays    a value that is not given up
+    borders  values that are not recomputed: see `segments.py`
     """
 
     def __init__(
@@ -224,6 +228,7 @@ class Search:
         frugal: bool = False,
         wholly: bool = False,
         stays: int | None = None,
+        borders: frozenset[int] = frozenset(),
     ) -> None:
         self.frugal, self.wholly = frugal, wholly
         self.problem = problem
@@ -231,7 +236,7 @@ class Search:
         self.begin = begin
         self.now = Evaluation(problem, begin if actions is None else actions)
         self._refused: set[tuple[int, str]] = set()
-        self._stays = stays
+        self._stays, self._borders = stays, borders
 
     @property
     def actions(self) -> list[str]:
@@ -246,7 +251,15 @@ class Search:
         """A search from here on that gives `number` its wished action, and gives up others for
         it."""
         actions = [wished[n] if n == number else a for n, a in enumerate(self.actions)]
-        return Search(self.problem, ways, wished, actions=actions, wholly=True, stays=number)
+        return Search(
+            self.problem,
+            ways,
+            wished,
+            actions=actions,
+            wholly=True,
+            stays=number,
+            borders=self._borders,
+        )
 
     def run(self, also: Sequence[str] = ()) -> "Search":
         """Give up values until the others fit.
@@ -342,7 +355,7 @@ class Search:
             return False
         if way == RECOMPUTE:
             repeats = self.problem.makers[value.maker].may_repeat
-            return repeats and value.wish not in NEVER_RECOMPUTED
+            return repeats and value.wish not in NEVER_RECOMPUTED and number not in self._borders
         away = self.problem.tiers.get(way)
         if away is None or not value.may_move or value.wish is CheckpointPolicy.MUST_RECOMPUTE:
             return False
@@ -441,7 +454,10 @@ EXCHANGED = 8
 """Number of the costliest values given up that are saved instead, with others given up for them, if
 that costs less."""
 NEAR = 1.1
-"""Ratio to the bound below which nothing is exchanged any more: each exchange is a search."""
+"""Ratio to the bound below which nothing else is tried: each exchange is a search."""
+FURTHER = 2
+"""Number of cuts into segments that are tried beyond the first that fits: more of them recompute
+less at a time, and have more to offload."""
 
 
 @dataclass(frozen=True)
@@ -480,7 +496,10 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
     if first.over <= 0:
         return Choice(tuple(wished), answer(problem, wished), None, True)
     if quickly:
-        best = _nearest([first.run()], problem, ways, wished)
+        tried = [first.run()]
+        if first.over > 0 and RECOMPUTE in ways:
+            tried += _in_segments(problem, ways, wished, further=0)
+        best = _nearest(tried, problem, ways, wished)
         return Choice(tuple(best.actions), answer(problem, best.actions), None, best.over <= 0)
     bound = relaxed(problem, ways, wished)
     tried = [first.run()]
@@ -489,11 +508,33 @@ def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choi
     tried.append(Search(problem, ways, wished, wholly=True).run())
     if bound is not None:
         tried.append(Search(problem, ways, bound.actions).run())
-    best = _nearest(tried, problem, ways, wished)
     least = None if bound is None else bound.seconds
-    if best.over <= 0 and (least is None or best.now.seconds > NEAR * least):
+    if RECOMPUTE in ways and not any(_is_near(search, least) for search in tried):
+        tried += _in_segments(problem, ways, wished, further=FURTHER)
+    best = _nearest(tried, problem, ways, wished)
+    if best.over <= 0 and not _is_near(best, least):
         best = _exchanged(best, ways, wished)
     return Choice(tuple(best.actions), answer(problem, best.actions), least, best.over <= 0)
+
+
+def _is_near(search: Search, least: float | None) -> bool:
+    """Whether a search fits and is near the bound."""
+    return search.over <= 0 and least is not None and search.now.seconds <= NEAR * least
+
+
+def _in_segments(
+    problem: Problem, ways: Sequence[str], wished: Sequence[str], further: int
+) -> list[Search]:
+    """Searches from forward in ever more segments, up to the first that fits and `further` ones."""
+    tried: list[Search] = []
+    for cut in segments(problem, wished):
+        search = Search(problem, ways, wished, actions=cut.actions, borders=cut.borders)
+        tried.append(search.run())
+        if tried[-1].over <= 0:
+            if not further:
+                break
+            further -= 1
+    return tried
 
 
 def _nearest(

@@ -24,9 +24,13 @@ from planned_runs import (
 from torch import nn, optim
 
 import zcompile
+from zcompile.errors import UpdateBroken
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.schedule import Run
+from zcompile.runtime import executor
 from zcompile.runtime.eager import joined
-from zcompile.runtime.eager.joined import LazyResult
+from zcompile.runtime.eager.joined import JoinedOps, LazyResult
+from zcompile.runtime.executor import _Call
 
 
 def adamw(model, **how):
@@ -419,3 +423,60 @@ def test_who_asks_within_a_step_finds_what_it_did_and_no_update_that_waits(monke
         seen.append([*SEEN])
     assert seen[0] == seen[1]
     assert same(model, values(plain))
+
+
+def test_ops_that_fail_on_their_way_leave_nothing_that_is_used_without_a_word(monkeypatch):
+    """They were called, so that who goes on after the error takes them for done."""
+    model, compiled = streamed()
+    optimizer = adamw(model, foreach=False)
+    train(model, compiled, optimizer, 0, 2, clip=False)
+    loss_of(compiled, ids(20)).backward()
+    plain, runs = _Call._run, []
+
+    def fails(self, instruction):
+        runs.append(instruction)
+        if len(runs) == 2:
+            raise OSError("injected")
+        plain(self, instruction)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "ACTIONS", {**executor.ACTIONS, Run: fails})
+        with pytest.raises(OSError, match="injected"):
+            optimizer.step()
+    for p in model.parameters():
+        with pytest.raises(UpdateBroken, match="injected") as refused:
+            p.detach().sum()
+        assert p._name_in_store() in str(refused.value)
+        with pytest.raises(UpdateBroken):
+            optimizer.state[p]["exp_avg"].sum()
+    with pytest.raises(UpdateBroken):
+        loss_of(compiled, ids(21))
+
+
+def test_a_result_whose_ops_failed_is_refused(monkeypatch):
+    model, compiled = streamed()
+
+    optimizer = adamw(model, foreach=False)
+    train(model, compiled, optimizer, 0, 1, clip=False)
+    loss_of(compiled, ids(20)).backward()
+    noted = []
+    note = JoinedOps.note
+
+    def watched(self, app, dtype):
+        made = note(self, app, dtype)
+        noted.append(made)
+        return made
+
+    def fails(self, instruction):
+        raise OSError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JoinedOps, "note", watched)
+        patch.setattr(executor, "ACTIONS", {**executor.ACTIONS, Run: fails})
+        with pytest.raises(OSError, match="injected"):
+            optimizer.step()
+    made_by_ops = [made for made in noted if made is not None]
+    assert made_by_ops
+    for made in made_by_ops:
+        with pytest.raises(UpdateBroken):
+            made.sum()

@@ -34,6 +34,7 @@ import zcompile
 from zcompile.errors import UpdateBroken
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
+from zcompile.ir.types import HELD
 from zcompile.ir.units import Bytes
 from zcompile.planner import step_plan
 from zcompile.runtime import executor
@@ -68,6 +69,11 @@ def adagrad(model: nn.Module) -> torch.optim.Optimizer:
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     """Without states, one op for each parameter."""
     return torch.optim.SGD(model.parameters(), lr=1e-2, foreach=False)
+
+
+def nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    """As lists of ops, one of which writes the gradients."""
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True, foreach=True)
 
 
 class Pair:
@@ -123,6 +129,7 @@ def pair(tmp_path):
         ("throttled", amsgrad, True),
         ("throttled", adagrad, False),
         ("throttled", plain_sgd, False),
+        ("throttled", nesterov, True),
     ],
 )
 def test_a_run_whose_updates_are_late_trains_bit_equal(tmp_path, where, make, clip):
@@ -134,6 +141,44 @@ def test_a_run_whose_updates_are_late_trains_bit_equal(tmp_path, where, make, cl
     train(model, compiled, optimizer, PLANNED, STEPS, clip=clip)
     assert session_behind(model).late.rows == waiting
     assert same(model, expected(make, clip=clip))
+
+
+@pytest.mark.parametrize("infinite", [None, PLANNED + 1])
+def test_gradients_that_a_fused_optimizer_unscales_are_updated_late(tmp_path, infinite):
+    """It writes them: `GradScaler` leaves that to the optimizer, and skips a step with an inf."""
+    plain, (model, compiled) = gpt(), offloaded(**budget(tmp_path, "throttled"))
+    found = []
+    for m, forward in ((plain, plain), (model, compiled)):
+        optimizer, scaler = adamw(m), torch.amp.GradScaler("cpu", init_scale=8.0)
+        for number in range(STEPS + 1):
+            loss = loss_of(forward, ids(number)) * (float("inf") if number == infinite else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if number == STEPS:
+                found.append([p.grad.sum().item() for p in m.parameters()])
+            elif number < STEPS:
+                optimizer.zero_grad()
+            if m is model and number == STEPS - 1:
+                assert session_behind(model).late.rows > 0
+        found[-1].append(scaler.get_scale())
+    assert found[0] == found[1]
+    assert same(model, values(plain))
+
+
+def test_the_norm_of_a_gradient_that_waits_to_be_written_is_that_of_what_it_becomes(tmp_path):
+    pair = Pair(nesterov, **budget(tmp_path, "throttled")).step(PLANNED)
+    pair.forward()
+    norms = []
+    for model, optimizer in pair.both:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        after = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert norm != after
+        norms.append((norm.item(), after.item()))
+        optimizer.zero_grad()
+    assert norms[0] == norms[1]
+    assert pair.step(2).equal()
 
 
 def test_the_first_of_several_micro_batches_computes_what_waits(tmp_path):
@@ -182,6 +227,29 @@ def test_gradients_that_are_kept_beyond_a_forward_make_room_for_it(pair):
         optimizer.zero_grad()
     stats, budget = zcompile.stats(pair.model), pair.session.device_budget
     assert stats["peak"]["together"] <= budget
+    assert pair.step(2).equal()
+
+
+def test_gradients_in_a_list_of_the_user_make_room_for_the_forward(pair):
+    """Nobody's `.grad` any more, and yet not let go when their update is done."""
+    pair.forward()
+    kept = [[p.grad for p in model.parameters()] for model, _ in pair.both]
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    late = pair.session.late
+    held = [entry for g in late._waiting for row in g.rows for entry in g.entries_of(row)]
+    held = [entry for entry in held if entry.home == HELD]
+    assert held
+    assert not any(map(late.alone_keep, held))
+    pair.forward()
+    stats, budget = zcompile.stats(pair.model), pair.session.device_budget
+    assert stats["peak"]["together"] <= budget
+    assert all(torch.equal(a, b.on_host()) for a, b in zip(*kept, strict=True))
+    del kept
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
     assert pair.step(2).equal()
 
 
@@ -502,6 +570,26 @@ def test_a_chunk_that_fails_where_its_operands_rest_is_refused_from_then_on(pair
     assert broken.name in str(refused.value)
     with pytest.raises(UpdateBroken):
         loss_of(pair.compiled, ids(pair.number))
+
+
+def test_where_the_others_of_a_call_fail_those_that_wait_wait_on(pair, monkeypatch):
+    """As small parameters do, which are updated at once."""
+    pair.forward()
+    wanted = pair.session.late.wanted
+    first = next(iter(wanted))
+    pair.session.late.want({ref: at for ref, at in wanted.items() if ref != first})
+
+    def fails(self, instruction):
+        raise OSError("injected")
+
+    with monkeypatch.context() as patch:
+        patched(patch, fails)
+        with pytest.raises(OSError, match="injected"):
+            pair.optimizers[1].step()
+    assert pair.session.late.rows == len(wanted) - 1
+    pair.optimizers[0].step()
+    for plain, param in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+        assert param.entry.ref == first or torch.equal(plain.detach(), param.on_host())
 
 
 def test_nothing_waits_where_no_plan_says_so():

@@ -34,7 +34,7 @@ from zcompile.machine.cost import Costs, replan_pays
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
-from zcompile.runtime.late import has_gradient
+from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
 from zcompile.runtime.session import Session
@@ -318,7 +318,9 @@ class StepController(Rescheduling):
         raises  BudgetExceeded
         """
         entries = {entry.ref: entry for entry in self.session.entries()}
-        alive = (ref for ref in entries if ref.is_gradient and _is_kept(entries, ref))
+        alive = (
+            ref for ref in entries if ref.is_gradient and _is_kept(entries[ref], self.session.late)
+        )
         kept = frozenset(alive if self._may_stay else step.facts)
         with gc_paused():
             return plan_of(
@@ -394,12 +396,9 @@ class StepController(Rescheduling):
         return call.making(self.plan.placement.stay)
 
 
-def _is_kept(entries: Mapping[EntryRef, Entry], gradient: EntryRef) -> bool:
+def _is_kept(gradient: Entry, late: LateUpdates) -> bool:
     """Whether somebody else than a late update keeps a gradient alive."""
-    if entries[gradient].waits is None:
-        return True
-    param = entries.get(gradient.owner)
-    return param is not None and has_gradient(param)
+    return gradient.waits is None or not late.alone_keep(gradient)
 
 
 def summary(plan: StepPlan, window_bytes: int) -> str:

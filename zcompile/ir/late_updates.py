@@ -20,6 +20,9 @@ from zcompile.ir.optimizer_step import CHUNK_BYTES, Column, Row
 from zcompile.ir.schedule import EntryIndex, Register
 from zcompile.ir.types import EntryKind
 
+TAKING_PART = (EntryKind.PARAM, EntryKind.GRAD, EntryKind.STATE, EntryKind.COPY)
+"""Kinds of entries that a late update reads or writes."""
+
 
 @dataclass(frozen=True)
 class LateUpdate:
@@ -90,7 +93,9 @@ class LateRows:
 
 
 def is_update(kinds: Sequence[EntryKind], row: Row) -> bool:
-    """Whether a row writes one parameter, reads a gradient, and else reads or writes states.
+    """Whether a row writes one parameter, reads a gradient, and else reads or writes states. It may
+    write the gradient too, as where a scaler of losses has it unscaled, and a copy of the parameter
+    in another dtype along.
 
     kinds  of the entry of each of its columns
     """
@@ -98,9 +103,11 @@ def is_update(kinds: Sequence[EntryKind], row: Row) -> bool:
     read = [kind for kind, column in zip(kinds, row.columns, strict=True) if not column.writes]
     return (
         written.count(EntryKind.PARAM) == 1
-        and EntryKind.GRAD in read
-        and all(kind in (EntryKind.PARAM, EntryKind.STATE) for kind in written)
-        and all(kind in (EntryKind.GRAD, EntryKind.STATE) for kind in read)
+        and EntryKind.GRAD in kinds
+        and EntryKind.PARAM not in read
+        and EntryKind.COPY not in read
+        and written.count(EntryKind.COPY) <= 1
+        and all(kind in TAKING_PART for kind in kinds)
     )
 
 

@@ -50,6 +50,7 @@ class Column:
     far       it rests behind a slower link than the other operands
     eased     an update that was put off is applied to it as it passes: on the device it is applied
               before, elsewhere the operand is fetched for it
+    blank     a copy of the parameter in another dtype, written whole and not read
     """
 
     entry: EntryIndex
@@ -61,6 +62,7 @@ class Column:
     resident: bool = False
     far: bool = False
     eased: bool = False
+    blank: bool = False
 
 
 @dataclass(frozen=True)

@@ -37,19 +37,25 @@ FEWEST_LANES = 4
 
 def reads_once(program: RegionProgram, entry: EntryIndex, row: Row, weight: Column) -> bool:
     """Whether the values that a forward reads of a parameter are all of it, each byte once, in the
-    dtype in which it is updated."""
+    dtype in which it is updated, or all of the copy that the update writes along."""
     values = sorted((v for v in program.values if v.entry == entry), key=lambda v: v.begin)
     ends = [0, *(v.begin + v.nbytes for v in values)]
+    read, cast = weight, None
+    if values and values[0].cast is not None:
+        cast, copies = values[0].cast, [c for c in row.columns if c.blank]
+        if cast.dtype != weight.dtype or [c.dtype for c in copies] != [cast.copy_dtype]:
+            return False
+        (read,) = copies
     return (
         bool(values)
-        and weight.begin == 0
-        and ends[-1] == row.numel * weight.dtype.itemsize
+        and weight.begin == read.begin == 0
+        and ends[-1] == row.numel * read.dtype.itemsize
         and all(v.begin == end for v, end in zip(values, ends, strict=False))
         and all(
-            v.cast is None and v.layout.dtype == weight.dtype and v.layout.covers(v.nbytes)
+            v.cast == cast and v.layout.dtype == read.dtype and v.layout.covers(v.nbytes)
             for v in values
         )
-        and all(v.begin % (CHUNK_ELEMENTS * weight.dtype.itemsize) == 0 for v in values)
+        and all(v.begin % (CHUNK_ELEMENTS * read.dtype.itemsize) == 0 for v in values)
     )
 
 
@@ -62,7 +68,8 @@ def with_late_updates(program: RegionProgram, room_bytes: int | None) -> RegionP
                                                  w, m, v go home
 
     The chunks of an update are regions of their own, which read the parameter, and a chunk of each
-    other operand.
+    other operand. Where the forward reads a copy of the parameter in another dtype, the update
+    writes that, and the parameter is one of the others.
 
     room_bytes  that everything streams through; None: unbounded
     """
@@ -118,6 +125,9 @@ class _Joining:
             departures[last + 1] = (*departures[last + 1], drop)
         for value in before.values:
             first = first_update.get(value.register)
+            if first is not None and value.cast is not None:
+                copy = self._column(self.late.updates[update_of[value.entry]], value)
+                value = value._replace(entry=copy.entry, name=copy.name, cast=None)
             self.values.append(
                 value._replace(
                     first=self.number[value.first] if first is None else first,
@@ -146,17 +156,27 @@ class _Joining:
         self.registers += 1
         return Register(self.registers - 1)
 
+    @staticmethod
+    def _place(update: LateUpdate, value: ReadValue) -> int:
+        """Which column the forward reads by `value`: the parameter, or its copy."""
+        if value.cast is None:
+            return update.weight
+        return next(n for n, column in enumerate(update.row.columns) if column.blank)
+
+    def _column(self, update: LateUpdate, value: ReadValue) -> Column:
+        return update.row.columns[self._place(update, value)]
+
     def _update(self, number: int, value: ReadValue) -> None:
         """Add the chunks of an update, by its number, of the elements of `value`."""
         update = self.late.updates[number]
-        row = update.row
-        begin = value.begin // row.columns[update.weight].dtype.itemsize
-        count = value.nbytes // row.columns[update.weight].dtype.itemsize
+        row, place = update.row, self._place(update, value)
+        width = row.columns[place].dtype.itemsize
+        begin, count = value.begin // width, value.nbytes // width
         others = replace(
             row,
             numel=count,
             columns=tuple(
-                replace(c, resident=False) for n, c in enumerate(row.columns) if n != update.weight
+                replace(c, resident=False) for n, c in enumerate(row.columns) if n != place
             ),
         )
         elements = chunk_elements(others, self._share(others), self.late.chunk_bytes)
@@ -176,15 +196,16 @@ class _Joining:
     def _chunk(self, late: int, value: ReadValue, first: int, last: int, begin: int) -> None:
         """Add the update of elements [first, last), where those of `value` begin at `begin`."""
         update, number = self.late.updates[late], len(self.regions)
-        row = update.row
+        row, place = update.row, self._place(update, value)
         registers = []
         for n, column in enumerate(row.columns):
-            if n == update.weight:
+            if n == place:
                 registers.append(value.register)
                 continue
             registers.append(self._register())
             width = column.dtype.itemsize
-            if not column.lasting:
+            lasting = column.lasting or column.blank
+            if not lasting:
                 _, others = self.gradients.get(column.entry, (0, ()))
                 self.gradients[column.entry] = number, (*others, registers[-1])
             self.values.append(
@@ -197,36 +218,39 @@ class _Joining:
                     (last - first) * width,
                     number,
                     number,
-                    column.lasting,
+                    lasting,
                     writes=column.writes,
                     reach=not column.eased,
                     start=number,
                 )
             )
         plains = [Register(self.before.outline.registers + plain) for plain in row.plains]
-        region = _region(update, first, last, begin)
+        region = _region(update, place, first, last, begin)
         self.regions.append(
             Run(region, (*registers, *plains), (), late=LateChunk(late, first, last))
         )
 
 
-def _region(update: LateUpdate, first: int, last: int, begin: int) -> Region:
+def _region(update: LateUpdate, place: int, first: int, last: int, begin: int) -> Region:
     """The region of a chunk of a late update. It takes as long as that chunk in a step, and its
-    costs are the same."""
+    costs are the same.
+
+    place  which column is given whole, from element `begin` on
+    """
     columns = tuple(replace(column, resident=False) for column in update.row.columns)
     made = chunk_region(update.name, replace(update.row, columns=columns), first, last)
-    call = partial(_update_within, update.row.compute, update.weight, first, last, begin)
+    call = partial(_update_within, update.row.compute, place, first, last, begin)
     return replace(made, text=update.row.columns[update.weight].name, call=call)
 
 
 def _update_within(
-    compute: ChunkFunction, weight: int, first: int, last: int, begin: int, *values: Any
+    compute: ChunkFunction, place: int, first: int, last: int, begin: int, *values: Any
 ) -> tuple[Any, ...]:
-    """Compute elements [first, last) of a row, of whose parameter a value is given that begins at
-    element `begin`."""
+    """Compute elements [first, last) of a row, of one of whose columns a value is given that begins
+    at element `begin`."""
     given = list(values)
-    whole: Tensor = given[weight]
+    whole: Tensor = given[place]
     offset = whole.storage_offset() + first - begin
-    given[weight] = whole.as_strided((last - first,), (1,), offset)
+    given[place] = whole.as_strided((last - first,), (1,), offset)
     compute(first, last, given)
     return ()

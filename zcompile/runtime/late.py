@@ -13,6 +13,7 @@ every use of these is refused from then on.
 """
 
 import logging
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, Unsupported, UpdateBroken
-from zcompile.ir.handles import owners_of
 from zcompile.ir.late_updates import LateRows, is_update, weight_of
 from zcompile.ir.optimizer_step import Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
@@ -40,7 +40,7 @@ from zcompile.ir.schedule import (
     Ticket,
     Wait,
 )
-from zcompile.ir.types import HELD, EntryRef, Phase
+from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
 from zcompile.runtime.store.store import Deferred, Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
@@ -120,6 +120,23 @@ def changes_made(changing: Changing) -> Iterator[None]:
                 entry.defer_only(changes)
 
 
+Copying = Sequence[tuple[Entry, torch.dtype]]
+"""Parameters, and the dtypes of copies of them, which a call that writes the parameters makes."""
+
+
+@contextmanager
+def copies_made(copying: Copying) -> Iterator[None]:
+    """Within, a call makes copies anew: they are blank until then, so that their bytes need not be
+    read, and stale, also if the call fails."""
+    for entry, dtype in copying:
+        copy, _ = entry.copies[dtype]
+        entry.copies[dtype] = copy, -1
+        entry.store.zero(copy)
+    yield
+    for entry, dtype in copying:
+        entry.copies[dtype] = entry.copies[dtype][0], entry.version
+
+
 # --- What waits ---
 
 
@@ -150,6 +167,13 @@ class WaitingRows:
         """The operands of a row."""
         return [self.entries[column.entry] for column in self.schedule.rows[row].columns]
 
+    def copying(self, rows: Collection[int]) -> Copying:
+        """The copies that rows make of their parameters, whole."""
+        if self.forward == NO_FORWARD:
+            return []  # of a part, perhaps: the copy stays stale
+        writing = (n for n in rows if any(c.blank for c in self.schedule.rows[n].columns))
+        return [(self.weight(n), dtype) for n in writing for dtype in self.weight(n).copies]
+
     @cached_property
     def weights(self) -> Mapping[int, int]:
         """Row -> the index of the parameter that it updates."""
@@ -162,6 +186,11 @@ class WaitingRows:
     def weight(self, row: int) -> Entry:
         """The parameter that a row updates."""
         return self.entries[self.weights[row]]
+
+    def alone_keeps(self, entry: Entry) -> bool:
+        """Whether nobody else keeps an operand alive: no `.grad`, no list of the user, no graph."""
+        key = entry.key
+        return key in self.kept and _references_to_value(self.kept, key) == _ONE_REFERENCE
 
     def changes_of(self, rows: Collection[int]) -> Changing:
         """Those of `changing` that these rows make."""
@@ -236,6 +265,27 @@ class LateUpdates:
         """Let the updates of these parameters, and of no others, be late from here on."""
         self.wanted = forwards
 
+    def whole_rows(self) -> list[tuple[Row, list[Entry], list[Any]]] | None:
+        """Each row that waits, with the entries of its columns and its plain operands; None, if a
+        forward has computed a part of one."""
+        if any(group.forward == NO_FORWARD for group in self._waiting):
+            return None
+        return [
+            (row, group.entries_of(number), [group.inputs[plain] for plain in row.plains])
+            for group in self._waiting
+            for number in group.rows
+            if self.runner.holds(group.weight(number))
+            for row in (group.schedule.rows[number],)
+        ]
+
+    def has(self, entries: Sequence[Entry]) -> bool:
+        """Whether one of these waits here."""
+        return any(entry.waits is self for entry in entries)
+
+    def alone_keep(self, entry: Entry) -> bool:
+        """Whether an entry is alive for late updates only."""
+        return any(group.alone_keeps(entry) for group in self._waiting)
+
     @property
     def rows(self) -> int:
         """Number of updates that wait."""
@@ -250,6 +300,7 @@ class LateUpdates:
         entries: Sequence[Entry],
         changing: Changing = (),
         may_wait: bool = True,
+        copying: Copying = (),
     ) -> None:
         """Run a call of an optimizer, but for the rows whose updates are late.
 
@@ -259,7 +310,7 @@ class LateUpdates:
         may = may_wait and self.wanted and self.runner.is_updating
         late = self._late_rows(schedule, inputs, entries) if may else {}
         if not late:
-            with deferred_interrupts(), changes_made(changing):
+            with deferred_interrupts(), changes_made(changing), copies_made(copying):
                 self.runner.walk(schedule, inputs, entries, schedule)
             return
         with deferred_interrupts():
@@ -267,14 +318,54 @@ class LateUpdates:
             inputs = [*inputs]
             groups = self._put_off(schedule, late, inputs, entries, changing)
             if rest:
-                self._run_rows(groups[0], rest, schedule)
+                self._run_others(groups, rest, schedule)
             else:
                 self.runner.note_call(schedule, entries)
             if self.wanted:
                 self._wait(groups)
                 return
-            for group in groups:  # the plan was withdrawn to make room for the others
-                self._run_rows(group, group.rows, None)
+            self._run_after_all(groups)
+
+    def _run_after_all(self, groups: Sequence[WaitingRows]) -> None:
+        """Run what was to wait: the plan was withdrawn to make room for the other rows."""
+        left = [replace(group, forward=NO_FORWARD) for group in groups]
+        while left:
+            try:
+                self._run_rows(left[0], left[0].rows, None)
+            except (BudgetExceeded, Unsupported):  # before anything of it was computed
+                self._wait(left)
+                raise
+            except BaseException as error:
+                self._break(left[0], left[0].rows, error)
+                self._wait(left[1:])
+                raise
+            left.pop(0)
+
+    def _run_others(
+        self, groups: Sequence[WaitingRows], rest: tuple[int, ...], of: Schedule
+    ) -> None:
+        """Run the rows of a call that do not wait; the others wait also where that fails."""
+        try:
+            self._run_rows(groups[0], rest, of)
+        except (BudgetExceeded, Unsupported):  # before anything was computed: there was no call
+            raise
+        except BaseException:
+            self._wait([g if self.wanted else replace(g, forward=NO_FORWARD) for g in groups])
+            raise
+
+    def broke_off(self, written: Mapping[str, Sequence[Entry]], error: BaseException) -> Broken:
+        """Refuse every use of entries that a call of an optimizer has perhaps written in part.
+
+        written  by the name of what is updated; those that wait were not touched
+        """
+        broken = Broken("", self._steps, str(error))
+        for name, entries in written.items():
+            broken = replace(broken, name=name)
+            for entry in entries:
+                if entry.waits is None:
+                    self._broken = True
+                    entry.wait_for(broken)
+        return broken
 
     def _late_rows(
         self, schedule: Schedule, inputs: Sequence[Any], entries: Sequence[Entry]
@@ -287,9 +378,14 @@ class LateUpdates:
             if any(used[entry.key] > 1 for entry in of):
                 continue  # as gradients that two parameters share
             kinds = [entry.kind for entry in of]
-            if not is_update(kinds, row) or any(e.copies or e.waits is not None for e in of):
+            if not is_update(kinds, row) or any(e.waits is not None for e in of):
                 continue
-            ref = entries[weight_of(kinds, row).entry].ref
+            weight = entries[weight_of(kinds, row).entry]
+            if any(e.copies for e in of if e is not weight):
+                continue
+            if len(weight.copies) != sum(column.blank for column in row.columns):
+                continue  # copies that the row does not write along
+            ref = weight.ref
             if ref in self.wanted and all(_is_number(inputs[plain]) for plain in row.plains):
                 found[n] = self.wanted[ref]
         return found
@@ -323,8 +419,11 @@ class LateUpdates:
     def _wait(self, groups: Sequence[WaitingRows]) -> None:
         for group in groups:
             for row in group.rows:
-                for entry in group.entries_of(row):
+                columns = group.schedule.rows[row].columns
+                for column, entry in zip(columns, group.entries_of(row), strict=True):
                     entry.wait_for(self)
+                    if column.writes and entry.kind is EntryKind.GRAD:
+                        entry.written()  # what was measured of it is of before
         self._waiting += groups
 
     def step_ended(self) -> None:
@@ -401,7 +500,7 @@ class LateUpdates:
                 raise
             self._run_rows(group, rows, of)  # anew, since operands rest elsewhere now
             return
-        with changes_made(group.changes_of(rows)):
+        with changes_made(group.changes_of(rows)), copies_made(group.copying(rows)):
             runner.walk(made, [*group.inputs], group.entries, of)
 
     # The forward that computes them.
@@ -461,9 +560,8 @@ class LateUpdates:
             entry.nbytes
             for group in (() if joining is None else joining.groups)
             for row in group.rows
-            if not has_gradient(group.weight(row))
             for entry in group.entries_of(row)
-            if entry.home == HELD
+            if entry.home == HELD and group.alone_keeps(entry)
         )
 
     @contextmanager
@@ -473,8 +571,9 @@ class LateUpdates:
         self._waiting = [g for g in self._waiting if all(g is not own for own in joining.groups)]
         for group in joining.groups:
             _wait_no_more(group, group.rows)
+        copying = [c for group in joining.groups for c in group.copying(group.rows)]
         try:
-            with changes_made(changing):
+            with changes_made(changing), copies_made(copying):
                 yield
         except BaseException as error:
             self._fall_back(joining, made, error)
@@ -529,9 +628,12 @@ def _rest_of(group: WaitingRows, row: int, ranges: Sequence[tuple[int, int]]) ->
     return replace(group, schedule=schedule, rows=numbers, forward=NO_FORWARD)
 
 
-def has_gradient(entry: Entry) -> bool:
-    """Whether a parameter still has a `.grad`, so that what is held for a late update stays."""
-    return any(owner.grad is not None for owner in owners_of(entry))
+def _references_to_value(kept: Mapping[int, object], key: int) -> int:
+    return sys.getrefcount(kept[key])
+
+
+_ONE_REFERENCE = _references_to_value({0: object()}, 0)
+"""As many as Python counts of an object that a mapping alone holds."""
 
 
 def _is_number(value: Any) -> bool:

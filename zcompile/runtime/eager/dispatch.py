@@ -374,10 +374,12 @@ def _gather_and_run(cls: type, app: Application) -> Any:
     written = app.written()
     read = _entry_keys(cls, app.read())
     operands: list[Any] = [t for t in app.tensors() if isinstance(t, cls)]
-    for operand in operands:  # before any is gathered, since this takes room in the arena too
-        operand.entry.store.settle()
-        operand.entry.settle()
-        operand.entry.store.deferrals.apply(operand.entry)
+    # Before any is gathered, since this takes room in the arena too.
+    for store in dict.fromkeys(operand.entry.store for operand in operands):
+        store.settle()
+    for entry in dict.fromkeys(operand.entry for operand in operands):
+        entry.settle()  # which nothing waits with by now, but one that is broken raises
+        entry.store.deferrals.apply(entry)
     session = session_of(operands[0].entry)
     counted = session.in_step
     if counted:

@@ -11,9 +11,8 @@ bits are those of the ops one by one.
 
 Joined are the ops of torch's own optimizers: code of users may do with a result what only a tensor
 with memory stands. Not joined are fused optimizers, of which an update is one op; lists of ops
-whose operands all rest in reach, which run in one call; ops that write a gradient, whose norms are
-known; ops with a plain operand of more than one element, which others may change meanwhile; and ops
-on part of an entry.
+whose operands all rest in reach, which run in one call; ops with a plain operand of more than one
+element, which others may change meanwhile; and ops on part of an entry.
 """
 
 import sys
@@ -42,6 +41,7 @@ from zcompile.runtime.eager.rows import (
     streamable,
 )
 from zcompile.runtime.eager.streaming import StreamedCall, range_of, signature_of
+from zcompile.runtime.late import Broken
 from zcompile.runtime.live_memory import LiveStorages
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Deferred
@@ -70,6 +70,7 @@ class LazyResult(Tensor):
     ops: "JoinedOps"
     number: int
     _value: Tensor | None = None
+    _broken: Broken | None = None
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
 
@@ -81,20 +82,26 @@ class LazyResult(Tensor):
         self.ops, self.number = ops, number
 
     def computed(self) -> Tensor:
-        """The plain tensor. raises  what a transfer raises"""
-        if self._value is None:
+        """The plain tensor. raises  what a transfer raises; UpdateBroken, if its ops failed"""
+        if self.is_noted:
             self.ops.settle()
-            assert self._value is not None, "a result that is alive is computed with its ops"
+        if self._broken is not None:
+            self._broken.settle()
+        assert self._value is not None, "a result that is alive is computed with its ops"
         return self._value
 
     def give(self, value: Tensor) -> None:
         """`value` is about to be computed."""
         self._value, self.number = value, -1
 
+    def give_up(self, broken: Broken) -> None:
+        """It will not be computed: its ops failed."""
+        self._broken = broken
+
     @property
     def is_noted(self) -> bool:
-        """Whether it has not been computed yet."""
-        return self._value is None
+        """Whether it waits to be computed."""
+        return self._value is None and self._broken is None
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as of TieredTensor
@@ -242,7 +249,12 @@ class JoinedOps:
                     entry.wait_for(self)
                     row.tiered[entry.key] = tiered
                     self._of_entry[entry.key] = row
-        row.written |= {t.entry.key for t in app.written() if isinstance(t, self.cls)}
+        for tensor in app.written():
+            if isinstance(tensor, self.cls):
+                tiered = tensor
+                row.written.add(tiered.entry.key)
+                if tiered.entry.kind is EntryKind.GRAD:
+                    tiered.entry.written()  # what was measured of it is of before
         number = self._next
         self._next += 1
         made = None if dtype is None else number
@@ -284,7 +296,8 @@ class JoinedOps:
     def settle(self) -> None:
         """Run all that was noted, at once: somebody uses an operand or a result.
 
-        raises  BudgetExceeded, before anything ran; what a transfer raises
+        raises  BudgetExceeded, before anything ran; what a transfer raises: from then on each use
+                of what the ops write raises UpdateBroken
         """
         self._run(may_wait=False)
 
@@ -315,12 +328,37 @@ class JoinedOps:
                 raise
             try:
                 self.session.late.run(schedule, call.inputs, call.entries, call.changing, may_wait)
+            except (BudgetExceeded, Unsupported):
+                if self.session.late.has(call.entries):  # others of the call were computed
+                    _give(alive, targets)
+                    raise
+                self._of_entry, self._of_result, self._lazy = noted  # as above
+                self._mark(rows, self)
+                raise
+            except BaseException as error:
+                self._break(rows, list(alive.values()), error)
+                raise
             finally:
                 self.session.end_whole(counted)
             if targets:
                 self.session.count_until_dead(list(targets.values()))
-        for number, lazy in alive.items():
-            lazy.give(targets[number])
+        _give(alive, targets)
+
+    def _break(
+        self, rows: Sequence[_NotedRow], lazy: Sequence[LazyResult], error: BaseException
+    ) -> None:
+        """Rows failed on their way: what they write, and what they make, is refused from then on.
+
+        Which of their chunks went home is not known; an op that was called must not be lost."""
+        written = {}
+        for row in rows:
+            entries = [row.tiered[key].entry for key in sorted(row.written)]
+            named = [*(e for e in entries if e.kind is EntryKind.PARAM), *entries]
+            if named:
+                written[named[0].name] = entries
+        broken = self.session.late.broke_off(written, error)
+        for result in lazy:
+            result.give_up(broken)
 
     @staticmethod
     def _mark(rows: Sequence[_NotedRow], waits: "JoinedOps | None") -> None:
@@ -356,6 +394,12 @@ class JoinedOps:
     def _count(self, made: Sequence[Tensor]) -> list[LiveStorages]:
         """Count results that somebody holds, before the ops that make them are lowered."""
         return self.session.begin_whole("ops", [], made, 0) if made else []
+
+
+def _give(alive: dict[int, LazyResult], targets: dict[int, Tensor]) -> None:
+    """Give results their values, by their numbers."""
+    for number, lazy in alive.items():
+        lazy.give(targets[number])
 
 
 @dataclass(frozen=True)
@@ -488,18 +532,13 @@ def _session_for(app: Application, cls: Any) -> Session | None:
     if app.func._schema.is_mutable and not _writes_first(app):
         return None
     if any(isinstance(t, cls) for t in wide):
-        if not streamable(app, cls) or _writes_gradient(app, cls):
+        if not streamable(app, cls):
             return None
     elif any(t.size() != wide[0].size() or t.stride() != wide[0].stride() for t in wide):
         return None
     elif any(t.dim() > wide[0].dim() for t in app.tensors()):
         return None  # one element of more dimensions gives the result its own
     return session
-
-
-def _writes_gradient(app: Application, cls: Any) -> bool:
-    written: list[Any] = [t for t in app.written() if isinstance(t, cls)]
-    return any(t.entry.kind is EntryKind.GRAD for t in written)
 
 
 def _writes_first(app: Application) -> bool:
@@ -556,7 +595,7 @@ class _JoinedCall(StreamedCall):
         changes = self._deferred_changes(columns, plains)
         kinds: list[object] = []
         first = row.ops[0][0]
-        ops: list[_JoinedOp] = []
+        ops: list[JoinedOp] = []
         for _, app, made in row.ops:
             leaves, spec = trees.tree_flatten((app.args, app.kwargs))
             places: list[tuple[str, int]] = []
@@ -571,7 +610,7 @@ class _JoinedCall(StreamedCall):
                     plains.append(self.input(leaf))
                     kinds.append(signature_of(leaf))
             ops.append(
-                _JoinedOp(app.func, spec, tuple(places), None if made is None else made - first)
+                JoinedOp(app.func, spec, tuple(places), None if made is None else made - first)
             )
         held = []
         for number in sorted(row.results & targets.keys()):
@@ -579,7 +618,7 @@ class _JoinedCall(StreamedCall):
             plains.append(self.input(targets[number]))
             kinds.append(signature_of(targets[number]))
         ops = _with_drops(ops, {number for number, _ in held})
-        compute = _JoinedChunk(tuple(ops), len(columns), changes, tuple(held))
+        compute = JoinedChunk(tuple(ops), len(columns), changes, tuple(held))
         numel = next(iter(row.tiered.values())).numel()
         shapes = tuple(replace(c, entry=type(c.entry)(0), name="") for c in columns)
         self.signature.append((compute, numel, shapes, tuple(kinds)))
@@ -587,7 +626,7 @@ class _JoinedCall(StreamedCall):
 
 
 @dataclass(frozen=True)
-class _JoinedOp:
+class JoinedOp:
     """One op of a row.
 
     places  of each operand: a column, the result of an op before, or a plain operand, by number
@@ -602,7 +641,7 @@ class _JoinedOp:
     drops: tuple[int, ...] = ()
 
 
-def _with_drops(ops: Sequence[_JoinedOp], held: set[int]) -> list[_JoinedOp]:
+def _with_drops(ops: Sequence[JoinedOp], held: set[int]) -> list[JoinedOp]:
     """The ops, each with what it is the last to read; but for what is held."""
     last: dict[int, int] = {}
     for at, op in enumerate(ops):
@@ -617,14 +656,14 @@ def _with_drops(ops: Sequence[_JoinedOp], held: set[int]) -> list[_JoinedOp]:
 
 
 @dataclass(frozen=True)
-class _JoinedChunk:
+class JoinedChunk:
     """Applies the ops of a row to a range of its elements.
 
     changes  deferred changes to apply before: (column, which plain is the operand, change)
     held     (result, plain operand that it is written to)
     """
 
-    ops: tuple[_JoinedOp, ...]
+    ops: tuple[JoinedOp, ...]
     columns: int
     changes: tuple[tuple[int, int, Deferred], ...]
     held: tuple[tuple[int, int], ...]

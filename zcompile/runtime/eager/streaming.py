@@ -33,7 +33,6 @@ from zcompile.runtime.eager.rows import (
     CopyCasts,
     can_run_as_lists,
     column_of,
-    copy_of,
     counts_writes_in_kernels,
     leaves_of,
 )
@@ -86,9 +85,7 @@ def stream(
         return
     if learn is not None and not call.changing and not call.copying:
         learn(schedule, call.entries, call.inputs)
-    session.late.run(schedule, call.inputs, call.entries, call.changing)
-    for entry, dtype in call.copying:
-        entry.copies[dtype] = (entry.copies[dtype][0], entry.version)
+    session.late.run(schedule, call.inputs, call.entries, call.changing, copying=call.copying)
 
 
 def _apply_where_written_in_part(cls: type, app: Application) -> None:
@@ -202,10 +199,10 @@ class StreamedCall:
             if not column.writes or numel * column.dtype.itemsize != entry.nbytes:
                 continue  # what is written in part is cast again before it is used
             for dtype in entry.copies:
-                copy = copy_of(entry, dtype, numel)
+                copy, _ = entry.copies[dtype]
                 pairs.append((index, len(columns)))
                 made = column_of(copy, self.entry(copy), dtype, writes=True)
-                columns.append(replace(made, lasting=False))  # blank; nothing to bring ahead
+                columns.append(replace(made, lasting=False, blank=True))  # nothing to bring ahead
                 self.copying.append((entry, dtype))
         return CopyCasts(tuple(pairs))
 

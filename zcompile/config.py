@@ -179,12 +179,7 @@ class Config:
     @property
     def stays_because(self) -> str:
         """Why entries stay where they are put first, for people; "" if whole steps are planned."""
-        said = {
-            "durable=True": self.durable,
-            "residency=False": not self.residency,
-            f"param_dtype={self.param_dtype}": self.param_dtype is not None,
-        }
-        return ", ".join(text for text, holds in said.items() if holds)
+        return "" if self.residency else "residency=False"
 
     @property
     def tiles_by_kernels(self) -> bool:

@@ -14,11 +14,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import planned_runs
+import pytest
 import torch
 from border import Border, Call, offloaded
+from planned_runs import LITTLE_HOST
 from torch import Tensor, nn
 
 import zcompile
+from zcompile.ir.units import Bytes
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "durable": True}
@@ -26,9 +30,17 @@ FEATURES = 192
 At = tuple[int, str, int, bool]
 
 
+ASKED = {"late": 0}
+"""Device memory of a model that is compiled and planned, and whose updates are late; 0: it is not
+compiled."""
+
+
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Large weights and small ones, buffers, dropout."""
     torch.manual_seed(0)
+    if ASKED["late"]:
+        gpt = planned_runs.gpt()
+        return gpt, planned_runs.adamw(gpt)
     model = nn.Sequential(
         nn.Linear(FEATURES, 256), nn.BatchNorm1d(256), nn.Dropout(0.2), nn.Linear(256, FEATURES)
     )
@@ -39,12 +51,21 @@ def durable(
     disk: str, host_memory: str, system: SystemCalls = KERNEL
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     model, optimizer = built()
-    return offloaded(model, system, disk=disk, host_memory=host_memory, **FIELDS), optimizer
+    if not ASKED["late"]:
+        return offloaded(model, system, disk=disk, host_memory=host_memory, **FIELDS), optimizer
+    planned_runs.let_all_be_late(pytest.MonkeyPatch())
+    room = {**FIELDS, "device_memory": Bytes(ASKED["late"]), "host_memory": LITTLE_HOST}
+    offloaded(model, system, disk=disk, **room)
+    model.compile(backend="zinf")
+    return model, optimizer
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(number))
-    model(x).square().mean().backward()
+    if ASKED["late"]:
+        planned_runs.loss_of(model, planned_runs.ids(number)).backward()
+    else:
+        x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(number))
+        model(x).square().mean().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -207,6 +228,7 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         disk, steps = asked.get("disk", ""), asked["steps"]
+        ASKED["late"] = asked.get("late", 0)
         host = asked.get("host_memory", "256KiB")
         answer: object
         if asked["do"] == "kill":

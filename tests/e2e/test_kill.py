@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from planned_runs import streaming
 from sampled import sampled
 
 ROOT = Path(__file__).parents[2]
@@ -194,3 +195,46 @@ def test_no_call_of_many_loses_more_than_the_step_in_flight(
     phases = kills(ask, tmp_path, expected, chosen)
     record_property("killed in", dict(phases))
     assert phases.total() == len(chosen)
+
+
+# While updates wait for the next forward, or are computed in it
+
+
+@pytest.fixture(scope="module")
+def room() -> int:
+    """Device memory in which updates are late."""
+    return int(streaming()["device_memory"])
+
+
+@pytest.fixture(scope="module")
+def expected_late(ask: Ask, room: int) -> list[str]:
+    return ask("plain", steps=STEPS + MORE, late=room)
+
+
+LATE_KILLS = [
+    ("ring_write", 0, False),  # in the forward, or its backward: what an update has made goes home
+    ("ring_write", 5, True),
+    ("fdatasync", 0, False),
+    ("rename", 0, False),
+    ("rename", 0, True),
+]
+
+
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(k, marks=() if n in (0, 4) else pytest.mark.slow)
+        for n, k in enumerate(LATE_KILLS)
+    ],
+)
+def test_a_run_that_is_killed_while_updates_are_to_come_resumes_bit_equal(
+    ask, tmp_path, expected_late, room, kill
+):
+    at = (STEPS - 1, *kill)
+    ended, code, call = ask("kill", disk=str(tmp_path), steps=STEPS, at=at, late=room)
+    assert (code, call) == (-signal.SIGKILL, kill[0])
+    assert ended == STEPS - 1
+    assert b'"late": [' in (tmp_path / "zinf.index").read_bytes()
+    found, digests = ask("resume", disk=str(tmp_path), steps=MORE, late=room)
+    assert found in (ended, ended + 1)
+    assert digests == expected_late[found : found + MORE + 1]

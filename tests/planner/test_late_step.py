@@ -14,7 +14,8 @@ from zcompile.errors import BudgetExceeded
 from zcompile.frontend.dry_run.plan import terms_of, trace
 from zcompile.ir.effects import IN
 from zcompile.ir.late_updates import is_update
-from zcompile.ir.schedule import Drop, Run, Schedule, Store
+from zcompile.ir.optimizer_step import Column
+from zcompile.ir.schedule import Cast, Drop, EntryIndex, Run, Schedule, Store
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, KiB, MiB
@@ -29,6 +30,7 @@ from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import as_planned, plan_late_or_not, plan_step
 from zcompile.verify.schedule import verify_schedule
 
+BF16 = torch.bfloat16
 CHUNK = 64 * KiB
 WIDTH = 160
 """Whose matrices are larger than what rests on the device before anything else."""
@@ -123,10 +125,14 @@ def test_a_parameter_that_something_else_reads_before_is_not_late():
         ("pg", "10", True),
         ("pgs", "100", True),
         ("ps", "11", False),  # no gradient: an average of weights, say
+        ("pgs", "111", True),  # a gradient that is unscaled on the way
+        ("pg", "11", True),
         ("pg", "01", False),  # clipping
         ("ppg", "110", False),
         ("ppg", "100", False),
-        ("pgc", "101", False),  # a low-precision copy is written along
+        ("pgc", "101", True),  # a low-precision copy is written along
+        ("pgcc", "1011", False),
+        ("pgc", "100", False),
         ("g", "1", False),
     ],
 )
@@ -226,7 +232,7 @@ def room(device: int, **more: int) -> Room:
     return Room({"device": device, "host": GiB}, **more)
 
 
-def planned(step: StepTrace, costs: Costs, where: Room):
+def planned(step: StepTrace, costs: Costs, where: Room, commits: float | None = None):
     def seconds(made, homes):
         return step_seconds(made, costs, homes)
 
@@ -236,7 +242,7 @@ def planned(step: StepTrace, costs: Costs, where: Room):
         return plan_step(step, costs.machine, where, arena, compute, seconds, wanted=windows)
 
     return plan(step, frozenset(), None), plan_late_or_not(
-        step, plan, frozenset(), where, CHUNK, seconds
+        step, plan, frozenset(), where, CHUNK, seconds, commit_bytes_per_s=commits
     )
 
 
@@ -250,6 +256,17 @@ def test_a_plan_updates_late_where_that_is_faster():
     assert [c.schedule.updates_late for c in again.calls] == [
         c.schedule.updates_late for c in best.step.calls
     ]
+
+
+def test_what_a_commit_writes_of_gradients_is_weighed_against_what_late_updates_save():
+    """They are inputs of updates that are still to come, and do not lie on disk here."""
+    costs, step = Costs(machine(1e9), TransferModes(asynchronous=True)), traced()
+    plain, fast = planned(step, costs, room(4 * MiB), commits=1e12)
+    assert fast.late
+    gradients = sum(step.facts[ref.gradient].nbytes for ref in fast.late)
+    saved = plain.seconds - fast.seconds
+    _, slow = planned(step, costs, room(4 * MiB), commits=gradients / (2 * saved))
+    assert len(slow.late) < len(fast.late)
 
 
 def test_where_nothing_moves_nothing_is_late():
@@ -272,6 +289,74 @@ def test_the_bound_of_late_updates_is_no_higher_and_below_both_plans(rate, devic
     assert least[1] <= least[0] * (1 + 1e-6)
     for plan in planned(step, costs, where):
         assert least[1] <= plan.seconds * (1 + 1e-6)
+
+
+def narrow(step: StepTrace, number: int) -> StepTrace:
+    """The step, with the weight of row `number` read in bf16, and a copy in that dtype written
+    along with it."""
+    (call,) = (c for c in step.calls if c.phase is Phase.STEP)
+    row = call.schedule.rows[number]
+    refs = [call.entries[column.entry] for column in row.columns]
+    (ref,) = (r for r in refs if not r.is_gradient and step.facts[r].kind is EntryKind.PARAM)
+    copy = EntryRef(max(r.number for r in step.facts) + 1)
+    wide = step.facts[ref]
+    facts = {
+        **step.facts,
+        copy: replace(
+            wide,
+            ref=copy,
+            name=f"{wide.name} in bfloat16",
+            kind=EntryKind.COPY,
+            nbytes=wide.nbytes // 2,
+        ),
+    }
+    made = Column(EntryIndex(len(call.entries)), 0, BF16, True, False, "copy", blank=True)
+    rows = [*call.schedule.rows]
+    rows[number] = replace(row, columns=(*row.columns, made))
+    stepping = replace(
+        call, schedule=replace(call.schedule, rows=tuple(rows)), entries=(*call.entries, copy)
+    )
+    calls = []
+    for other in step.calls:
+        if other is call:
+            calls.append(stepping)
+            continue
+        program = other.schedule.program
+        values = [
+            v._replace(
+                cast=Cast(torch.float32, BF16),
+                layout=replace(v.layout, dtype=BF16),
+                begin=v.begin // 2,
+                nbytes=v.nbytes // 2,
+            )
+            if other.entries[v.entry] == ref
+            else v
+            for v in program.values
+        ]
+        schedule = replace(other.schedule, program=program.with_values(values))
+        calls.append(replace(other, schedule=schedule))
+    return replace(step, calls=tuple(calls), facts=facts)
+
+
+def test_a_copy_that_the_forward_reads_is_written_by_the_update_and_not_fetched_for_it():
+    step = traced()
+    plain = with_late_step(step, CHUNK)
+    (call,) = (c for c in step.calls if c.phase is Phase.STEP)
+    number = next(
+        n
+        for n, row in enumerate(call.schedule.rows)
+        if {call.entries[c.entry] for c in row.columns} & plain.forwards.keys()
+    )
+    late = with_late_step(narrow(step, number), CHUNK)
+    assert late.forwards.keys() == plain.forwards.keys()
+    (forward, *_) = late.step.calls
+    assert not forward.schedule.casts
+    copy = max(late.step.facts, key=lambda ref: ref.number)
+    stored = {
+        forward.entries[x.entry] for x in forward.schedule.instructions if isinstance(x, Store)
+    }
+    assert copy in stored
+    verify_schedule(forward.schedule)
 
 
 def test_a_forward_reads_what_its_updates_read():

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from zcompile.checkpoint.directory import STATE_FILE
+from zcompile.checkpoint.late_rows import LATE, RowsToCome, UpdatesToCome, rows_to_come
 from zcompile.checkpoint.state import Fact, describe, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
-from zcompile.ir.types import Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.closing import open_stores
 from zcompile.runtime.durable.check import check_all
-from zcompile.runtime.durable.commit import CommitLog
+from zcompile.runtime.durable.commit import CommitLog, Named
 from zcompile.runtime.durable.directory import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, SmallTensor, StoredTensor, read_index
 from zcompile.runtime.durable.recover import Copier, Recovery
@@ -149,6 +150,19 @@ def commit_step(session: Session, optimizer: Optimizer) -> None:
         commit(commit_log, _model_of(session), optimizer, step=commit_log.step + 1)
 
 
+def _to_come(session: Session, named: Named) -> RowsToCome | None:
+    """The late updates that wait, for a commit; None where they are rather computed: a commit
+    cannot name them, or the disk has no room for their gradients beside new versions of what the
+    next step changes, and for the gradients of that."""
+    session.run_noted_ops()
+    found = rows_to_come(session.late, named)
+    if found is None or session.commit_log is None:
+        return None
+    changing = (entry for entry, _ in named.values())
+    more = 2 * found.gradient_bytes
+    return found if session.commit_log.has_room(changing, more) else None
+
+
 def commit(
     commit_log: CommitLog,
     model: nn.Module,
@@ -175,7 +189,16 @@ def commit(
     state = describe(model, optimizer, commit_log.extra if extra is None else extra)
     kept = commit_log.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     named = {name: (tensor.entry, tensor.entry_layout) for name, tensor in state.tiered.items()}
-    commit_log.commit(named, state.plain, {**state.meta, EXTRA_STEP: given}, step)
+    meta = {**state.meta, EXTRA_STEP: given}
+    session = next((session_of(entry) for entry, _ in named.values()), None)
+    late = None if session is None else _to_come(session, named)
+    if late is None:
+        commit_log.complete()
+        commit_log.commit(named, state.plain, meta, step)
+    else:
+        meta |= {LATE: late.rows} if late.rows else {}
+        plain = {**state.plain, **late.plain}
+        commit_log.commit({**named, **late.gradients}, plain, meta, step)
     commit_log.keep_extra(kept, given)
 
 
@@ -335,6 +358,7 @@ class DurableSource:
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
         self._bytes = smalls
         self._check_layouts()
+        self._late = self._updates_to_come()
 
     def _check_layouts(self) -> None:
         """Check that each tensor finds its elements in its bytes.
@@ -351,13 +375,32 @@ class DurableSource:
             if needed != small.end - small.begin:
                 raise self._misfit(small, needed, small.end - small.begin)
 
+    def _updates_to_come(self) -> UpdatesToCome:
+        """The updates that the commit names. raises  DurableDamaged"""
+        try:
+            return UpdatesToCome(
+                self.meta.get(LATE, []),
+                self._tensors,
+                self._smalls,
+                lambda name, on: self._small(name),
+                self._copier.read,
+                str(self.meta.get("device")),
+            )
+        except ValueError as error:
+            raise DurableDamaged(
+                self._path, "the updates that are to come", f"cannot be understood: {error}"
+            ) from error
+
     def _misfit(self, row: StoredTensor | SmallTensor, needed: int, given: int) -> DurableDamaged:
         return DurableDamaged(
             self._path, repr(row.name), f"takes {needed} bytes by its size, and has {given}"
         )
 
     def facts(self) -> Mapping[str, Fact]:
-        rows: list[StoredTensor | SmallTensor] = [*self._index.tensors, *self._index.smalls]
+        rows: list[StoredTensor | SmallTensor] = [
+            *(t for t in self._index.tensors if t.kind != EntryKind.GRAD.value),
+            *self._index.smalls,
+        ]
         return {row.name: Fact(self._dtype(row.name, row.dtype), row.size) for row in rows}
 
     def fill(self, name: str, target: Tensor) -> None:
@@ -367,6 +410,9 @@ class DurableSource:
                 return
             kept = self._tensors[name]
             layout = Layout(kept.size, kept.stride, kept.start, self._dtype(name, kept.dtype))
+            if name in self._late:
+                target.copy_(layout.view(self._late.value(name)))
+                return
             if isinstance(target, TieredTensor) and self._taken(kept, layout, target):
                 return
             target.copy_(layout.view(self._copier.read(kept)))

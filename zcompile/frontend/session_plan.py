@@ -84,7 +84,9 @@ def plan_of(
 
         if not (may_be_late and session.may_update_late):
             return planned(step, kept, None)
-        return plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window)
+        link = machine.links.get("disk_write") if session.commit_log is not None else None
+        rate = None if link is None else link.bytes_per_s
+        return plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window, rate)
 
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:

@@ -184,6 +184,7 @@ def plan_late_or_not(
     chunk_bytes: int,
     seconds: Seconds,
     least_window: int = 0,
+    commit_bytes_per_s: float | None = None,
 ) -> StepPlan:
     """The fastest of some plans: of a step as it was recorded, and with late updates.
 
@@ -196,6 +197,8 @@ def plan_late_or_not(
     room          bytes of each tier for the entries of this step, the whole arena among them
     chunk_bytes   of an operand, at most
     least_window  of the arena, that must be left
+    commit_bytes_per_s  at which the commits of a durable run write what does not rest on disk;
+                        None: there are no commits
     raises        BudgetExceeded
     """
     plan = planned(step, kept, None)
@@ -218,8 +221,29 @@ def plan_late_or_not(
         with suppress(BudgetExceeded):
             found = _planned(late.step, other.placement, other.arena, seconds)
             made.append(replace(found, late=late.forwards))
-    best = min(made, key=lambda plan: plan.seconds, default=plan)
-    return best if best.seconds * LATE_PAYS < plan.seconds else plan
+
+    def takes_s(plan: StepPlan) -> float:
+        if commit_bytes_per_s is None:
+            return plan.seconds
+        return plan.seconds + _committed_beside(plan, step) / commit_bytes_per_s
+
+    best = min(made, key=takes_s, default=plan)
+    return best if takes_s(best) * LATE_PAYS < plan.seconds else plan
+
+
+def _committed_beside(plan: StepPlan, step: StepTrace) -> int:
+    """Bytes that the commit of a durable run writes when the step has ended: what the optimizer has
+    written that does not rest on disk, and gradients of late updates that do not, as inputs of what
+    is still to come.
+
+    step  as it was recorded
+    """
+    rows = ((call, row) for call in step.calls for row in call.schedule.rows)
+    written = {call.entries[c.entry] for call, row in rows for c in row.columns if c.writes}
+    refs = {ref for ref in written if not ref.is_gradient} | {ref.gradient for ref in plan.late}
+    facts = [step.facts[ref] for ref in refs if ref in step.facts]
+    homes = plan.placement.homes
+    return sum(fact.nbytes for fact in facts if homes.get(fact.ref, fact.home) != "disk")
 
 
 def _late_windows(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:

@@ -462,9 +462,8 @@ class Session(Store):
 
     @property
     def may_update_late(self) -> bool:
-        """Whether updates may wait for the next forward: a durable run commits them when the
-        optimizer is done."""
-        return self.commit_log is None and self.fabric is None
+        """Whether updates may wait for the next forward."""
+        return self.fabric is None
 
     def cancel_step(self) -> None:
         """The step that has begun does not come; it has changed nothing yet."""

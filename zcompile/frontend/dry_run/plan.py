@@ -157,6 +157,18 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
             "they are put first",
             "leave that out to plan a run without",
         )
+    if config.param_dtype is not None:
+        raise Unsupported(
+            f"a plan of a run with param_dtype={config.param_dtype}, of whose copies nothing is "
+            "known before it is trained",
+            "leave that out to plan a run without; with it, less of the weights travels",
+        )
+    if config.durable:
+        raise Unsupported(
+            "a plan of a run with durable=True, whose commits it does not count",
+            "leave that out to plan a run without; beside it, a commit writes what a step has "
+            "changed and what does not rest on disk",
+        )
     if machine is not None:
         config = replace(config, machine=machine if isinstance(machine, Machine) else find(machine))
     # The device of a named machine is CUDA; without a name, that of this machine.

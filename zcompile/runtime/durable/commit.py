@@ -52,7 +52,7 @@ Named = Mapping[str, tuple[Entry, Layout]]
 
 @dataclass
 class _DiskCopy:
-    """The copy on disk of an entry that rests on the host.
+    """The copy on disk of an entry that rests on the host, or on the device.
 
     version  of the entry when it was last copied to `extent`; -1 before
     """
@@ -102,11 +102,31 @@ class CommitLog:
             raise DurableHeld(
                 self.files.home.path, f"holds step {self.files.index.step} of an earlier run"
             )
-        extents = [extent for entry in changing if (extent := self._extent_of(entry)) is not None]
-        needed = self.tier.bytes_to_come(extents)
+        needed = self._bytes_to_come(changing)
         _, used, most = self.tier.usage()
         if used + needed > most:
             raise TierFull("the new version of what this step changes", needed, [self.tier.usage()])
+
+    def has_room(self, changing: Iterable[Entry], more_bytes: int) -> bool:
+        """Whether the disk has room for new versions of these, and for so much beside."""
+        _, used, most = self.tier.usage()
+        return used + self._bytes_to_come(changing) + more_bytes <= most
+
+    def _bytes_to_come(self, changing: Iterable[Entry]) -> int:
+        """Bytes that new versions of these will reserve, and copies of those in memory that have
+        none yet."""
+        extents, first = list[Extent](), 0
+        for entry in changing:
+            extent = self._extent_of(entry)
+            if extent is not None:
+                extents.append(extent)
+            elif entry.nbytes > MOST_SMALL_BYTES:
+                first += entry.nbytes
+        return self.tier.bytes_to_come(extents) + first
+
+    def complete(self) -> None:
+        """Compute the late updates that wait: the commit will hold what they make."""
+        self._store.settle()
 
     def commit(
         self, named: Named, smalls: Mapping[str, Tensor], meta: Mapping[str, object], step: int
@@ -115,7 +135,8 @@ class CommitLog:
         with"""
         self.check()
         for entry, _ in named.values():
-            self._store.deferrals.apply(entry)
+            if entry.waits is None:  # a late update makes what is deferred of its operands
+                self._store.deferrals.apply(entry)
         self._store.drain()
         with deferred_interrupts():  # there is no going on from half of a commit
             try:
@@ -149,7 +170,8 @@ class CommitLog:
             raise
         for one in versions.values():
             self.tier.note_commit(one)
-        self._drop_copies_except({entry.key for entry, _ in large.values()})
+        in_memory = (e for e, _ in large.values() if e.place.tier.in_memory)
+        self._drop_copies_except({entry.key for entry in in_memory})
         self.tier.release_replaced()
         self.step, self.serial = step, self.serial + 1
         self._failed = None
@@ -285,8 +307,9 @@ def _split_by_size(named: Named) -> tuple[Named, Mapping[str, Tensor]]:
 
 
 def _is_small(entry: Entry, layout: Layout) -> bool:
-    """Whether a tensor goes into the index."""
-    on_host = entry.place.tier.in_memory
+    """Whether a tensor goes into the index. Operands of late updates do not: what computes them
+    reads them as they lie."""
+    on_host = entry.place.tier.in_memory and entry.waits is None
     return on_host and entry.nbytes <= MOST_SMALL_BYTES and layout.offset == 0
 
 
@@ -411,7 +434,8 @@ class CommitTransfers:
 
     def _write(self, place: Place, extent: Extent, begin: int, end: int, buffer: Buffer) -> Promise:
         for at, memory in place.tier.pieces(place.extent, begin, min(end, place.extent.nbytes)):
-            copy_bytes(buffer.memory[at - begin :], memory, memory.numel())
+            source = memory if memory.is_cpu else memory.cpu()  # of an entry on the device
+            copy_bytes(buffer.memory[at - begin :], source, source.numel())
         return self._tier.write(extent, begin, buffer.part(0, end - begin))
 
     def _copy(self, versions: Versions, begin: int, end: int, buffer: Buffer) -> Promise:

@@ -1,7 +1,7 @@
 """The index of a durable directory says where each tensor of the last commit lies. Text, never
 pickle.
 
-    zinf-index 1 <bytes of text> <bytes of tensors> <checksum's name> <checksum>
+    zinf-index <format> <bytes of text> <bytes of tensors> <checksum's name> <checksum>
     {"run": ..., "step": 12, ..., "tensors": [      JSON, one tensor a line
     {"name": "blocks.0.up.weight", "file": 0, "offset": 4096, ...},
     ...]}
@@ -126,7 +126,7 @@ class StoredTensor:
     """One tensor of a commit and where its bytes rest.
 
     name           dotted name of the parameter, or that and the key of an optimizer state
-    kind           "parameter" or "optimizer state"
+    kind           one of `KINDS`
     dtype          as torch names it, without "torch."
     size, stride, start   in elements; `start` from the first byte of the entry
     nbytes         of the entry
@@ -197,6 +197,10 @@ class Index:
 
 MAGIC = "zinf-index"
 FORMAT = 1
+FORMAT_TO_COME = 2
+"""Of an index with gradients, which names updates that are still to come: who knows only the first
+format would take parameters for those of its step."""
+KINDS = ("parameter", "optimizer state", "gradient")
 MOST_HEADER_BYTES = 256
 BLOCK_BYTES = 4096
 """Extents begin and end at multiples of this."""
@@ -212,7 +216,9 @@ def encode(index: Index, smalls: bytes) -> bytes:
     rows = ",\n".join(_row(tensor) for tensor in index.tensors)
     text = f'{json.dumps(head)[:-1]},\n"tensors": [\n{rows}\n]}}\n'.encode()
     checksum = SUMS[BEST](memoryview(text + smalls))
-    header = f"{MAGIC} {FORMAT} {len(text)} {len(smalls)} {BEST} {checksum:016x}\n".encode()
+    to_come = any(tensor.kind == "gradient" for tensor in index.tensors)
+    form = FORMAT_TO_COME if to_come else FORMAT
+    header = f"{MAGIC} {form} {len(text)} {len(smalls)} {BEST} {checksum:016x}\n".encode()
     return header + text + smalls
 
 
@@ -227,11 +233,12 @@ def parse(path: Path, content: bytes) -> tuple[Index, bytes]:
     words = header.decode("ascii", errors="replace").split()
     if not newline or len(words) != 6 or words[0] != MAGIC:
         raise DurableDamaged(path, "the index", "does not begin as an index does")
-    if words[1] != str(FORMAT):
+    if words[1] not in (str(FORMAT), str(FORMAT_TO_COME)):
         raise DurableDamaged(
             path,
             "the index",
-            f"has format {words[1]}, this version of zcompile reads format {FORMAT}",
+            f"has format {words[1]}, this version of zcompile reads formats {FORMAT} and "
+            f"{FORMAT_TO_COME}",
         )
     if words[4] not in SUMS:
         raise DurableDamaged(
@@ -297,7 +304,7 @@ def _claims_of(index: Index, tensor: StoredTensor) -> Iterator[tuple[str, bool]]
     ones."""
     counts = (tensor.start, tensor.nbytes, tensor.file, tensor.offset, tensor.room, tensor.step)
     yield "a number that is none", _are_counts(*counts, *tensor.size, *tensor.stride)
-    yield f"kind {tensor.kind!r:.40}", tensor.kind in ("parameter", "optimizer state")
+    yield f"kind {tensor.kind!r:.40}", tensor.kind in KINDS
     yield f"dtype {tensor.dtype!r:.40}", tensor.dtype.isidentifier()
     yield f"size {tensor.size}, stride {tensor.stride}", len(tensor.size) == len(tensor.stride)
     yield f"step {tensor.step}", tensor.step <= index.step

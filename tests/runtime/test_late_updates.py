@@ -230,7 +230,7 @@ def test_gradients_that_are_kept_beyond_a_forward_make_room_for_it(pair):
     assert pair.step(2).equal()
 
 
-def test_gradients_in_a_list_of_the_user_make_room_for_the_forward(pair):
+def test_gradients_in_a_list_of_the_user_make_room_for_the_forward(pair, monkeypatch):
     """Nobody's `.grad` any more, and yet not let go when their update is done."""
     pair.forward()
     kept = [[p.grad for p in model.parameters()] for model, _ in pair.both]
@@ -242,7 +242,16 @@ def test_gradients_in_a_list_of_the_user_make_room_for_the_forward(pair):
     held = [entry for entry in held if entry.home == HELD]
     assert held
     assert not any(map(late.alone_keep, held))
+    plain, let_go = late_updates.LateUpdates.held_bytes, []
+
+    def counted(self, schedule, entries):
+        let_go.append(plain(self, schedule, entries))
+        return let_go[-1]
+
+    monkeypatch.setattr(late_updates.LateUpdates, "held_bytes", counted)
     pair.forward()
+    assert let_go
+    assert not any(let_go)
     stats, budget = zcompile.stats(pair.model), pair.session.device_budget
     assert stats["peak"]["together"] <= budget
     assert all(torch.equal(a, b.on_host()) for a, b in zip(*kept, strict=True))

@@ -93,7 +93,7 @@ def test_what_becomes_of_a_run_is_said(tmp_path, records, now, state, said):
 
 
 def test_without_a_plan_it_is_said_why(tmp_path):
-    why = "with durable=True entries rest where they were put first"
+    why = "with residency=False entries rest where they were put first"
     records = [begun(), form.Planned(0, why, None, {}, {}, {}), stepped(1, None), stepped(2)]
     made = frame(tmp_path, records, BEGAN + 3)
     assert made.predicted_s is None

@@ -492,14 +492,6 @@ def test_what_is_asked_for_step_after_step_is_updated_at_once_from_then_on(pair,
     assert pair.step().equal()
 
 
-def test_a_durable_run_commits_what_its_step_made(tmp_path):
-    fields = {"device_memory": Bytes(WEIGHT_BYTES + held_bytes()), "host_memory": LITTLE_HOST}
-    model, compiled = offloaded(disk=tmp_path, durable=True, **fields)
-    train(model, compiled, adamw(model), 0, PLANNED + 1)
-    assert session_behind(model).late.rows == 0
-    zcompile.close(model)
-
-
 # Failures
 
 

@@ -41,7 +41,7 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.types import HELD, EntryRef, Phase
-from zcompile.runtime.store.store import Deferred, Entry
+from zcompile.runtime.store.store import Deferred, Entry, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 log = logging.getLogger(__name__)
@@ -401,7 +401,7 @@ class LateUpdates:
                 raise
             self._run_rows(group, rows, of)  # anew, since operands rest elsewhere now
             return
-        with changes_made(group.changes_of(rows)):
+        with changes_made(group.changes_of(rows)), as_they_rest(group.entries):
             runner.walk(made, [*group.inputs], group.entries, of)
 
     # The forward that computes them.
@@ -458,7 +458,7 @@ class LateUpdates:
             return 0
         joining = self.joining(schedule, entries)
         return sum(
-            entry.nbytes
+            entry.place.nbytes
             for group in (() if joining is None else joining.groups)
             for row in group.rows
             if not has_gradient(group.weight(row))
@@ -474,7 +474,7 @@ class LateUpdates:
         for group in joining.groups:
             _wait_no_more(group, group.rows)
         try:
-            with changes_made(changing):
+            with changes_made(changing), as_they_rest(joining.entries):
                 yield
         except BaseException as error:
             self._fall_back(joining, made, error)
@@ -551,7 +551,8 @@ def _as_it_rests(row: Row, entries: Sequence[Entry]) -> Row:
     for column in row.columns:
         entry = entries[column.entry]
         resident = entry.on_device or (
-            entry.store.can_view_in_place(entry) and not (column.eased or entry.deferred)
+            entry.store.can_view_in_place(entry)
+            and not (column.eased or (entry.deferred and entry.narrow is None))
         )
         columns.append(replace(column, resident=resident, far=entry.home == "disk"))
     return replace(row, columns=tuple(columns))

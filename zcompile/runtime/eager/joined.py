@@ -36,15 +36,22 @@ from zcompile.ir.types import EntryKind
 from zcompile.runtime.eager.fillings import SPECIAL
 from zcompile.runtime.eager.rows import (
     Application,
+    CopyCasts,
     is_elementwise,
     leaves_of,
     rows_of,
     streamable,
 )
-from zcompile.runtime.eager.streaming import StreamedCall, range_of, signature_of
+from zcompile.runtime.eager.streaming import (
+    StreamedCall,
+    Widened,
+    range_of,
+    signature_of,
+    widened,
+)
 from zcompile.runtime.live_memory import LiveStorages
 from zcompile.runtime.session import Session, session_of
-from zcompile.runtime.store.store import Deferred
+from zcompile.runtime.store.store import Deferred, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 aten = torch.ops.aten
@@ -223,7 +230,7 @@ class JoinedOps:
                 entry = tiered.entry
                 row = self._of_entry.get(entry.key)
                 if row is None:
-                    entry.settle()
+                    entry.settle_updates()
                 elif row.tiered[entry.key].entry_layout != tiered.entry_layout:
                     self.settle()
 
@@ -314,7 +321,11 @@ class JoinedOps:
                 self._mark(rows, self)
                 raise
             try:
-                self.session.late.run(schedule, call.inputs, call.entries, call.changing, may_wait)
+                with as_they_rest(call.entries):
+                    self.session.late.run(
+                        schedule, call.inputs, call.entries, call.changing, may_wait
+                    )
+                call.copied()
             finally:
                 self.session.end_whole(counted)
             if targets:
@@ -472,7 +483,7 @@ def _session_for(app: Application, cls: Any) -> Session | None:
         elif isinstance(tensor, cls):
             tiered: Any = tensor
             entry = tiered.entry
-            if entry.copies or not tiered.covers or tiered.numel() == 1:
+            if not tiered.covers or tiered.numel() == 1:
                 return None
             found.add(session_of(entry))
             wide.append(tensor)
@@ -579,11 +590,14 @@ class _JoinedCall(StreamedCall):
             plains.append(self.input(targets[number]))
             kinds.append(signature_of(targets[number]))
         ops = _with_drops(ops, {number for number, _ in held})
-        compute = _JoinedChunk(tuple(ops), len(columns), changes, tuple(held))
         numel = next(iter(row.tiered.values())).numel()
+        wide = self._widened(columns)
+        narrowed = self._narrow(columns, numel)
+        copies = len(narrowed.pairs)
+        compute = _JoinedChunk(tuple(ops), len(columns), changes, tuple(held), narrowed, wide)
         shapes = tuple(replace(c, entry=type(c.entry)(0), name="") for c in columns)
         self.signature.append((compute, numel, shapes, tuple(kinds)))
-        return Row(numel, tuple(columns), tuple(plains), compute)
+        return Row(numel, tuple(columns), tuple(plains), compute, copies)
 
 
 @dataclass(frozen=True)
@@ -622,14 +636,19 @@ class _JoinedChunk:
 
     changes  deferred changes to apply before: (column, which plain is the operand, change)
     held     (result, plain operand that it is written to)
+    narrowed  casts to make afterwards
+    widened  columns that are narrower than they are computed with, and the dtypes of that
     """
 
     ops: tuple[_JoinedOp, ...]
     columns: int
     changes: tuple[tuple[int, int, Deferred], ...]
     held: tuple[tuple[int, int], ...]
+    narrowed: CopyCasts
+    widened: Widened = ()
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        values = widened(values, self.widened)
         for column, plain, change in self.changes:
             change.apply(values[column], values[self.columns + plain])
         results: dict[int, Tensor] = {}
@@ -652,3 +671,4 @@ class _JoinedChunk:
                 del results[number]
         for result, plain in self.held:
             range_of(values[self.columns + plain], first, last).copy_(results[result])
+        self.narrowed(first, last, values)

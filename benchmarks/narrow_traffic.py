@@ -4,9 +4,11 @@ host.
     python -m benchmarks.narrow_traffic
 
 A GPT of two layers and width 256 behind links that are throttled, so that nothing is computed where
-it rests. "Unplanned" is the second step, before copies are kept; "planned" a step under the plan of
-the whole step, which may keep them. Bytes are counted, and do not hang on how fast the machine is;
-no update is late, since a late one moves its bytes in the forward.
+it rests, and a plan that lets nothing rest on the device, as of a model much larger than that.
+"Unplanned" is the second step, before copies are kept; "planned" a step under the plan. Bytes are
+counted, and do not hang on how fast the machine is: copies are kept whether they pay here or not,
+and no call starts fetches of the next. No update is late, since a late one moves its bytes in the
+forward.
 """
 
 from collections.abc import Callable
@@ -44,12 +46,13 @@ def moved(cast: Cast, dtype: torch.dtype) -> dict[int, tuple[float, ...]]:
     count = sum(p.numel() for p in model.parameters())
     model = zcompile.offload(model, device="cpu", device_memory="10MiB", throttle=THROTTLE)
     run, session = torch.compile(model, backend="zinf"), session_behind(model)
+    session.controller._least_window, session.controller._may_stay = 1 << 40, False
+    session.executor.foresight.passed = lambda index: None
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids: Tensor = torch.randint(0, SHAPE.vocabulary, (2, 1, SHAPE.context))
 
     def passed() -> list[int]:
         session.executor.wait_for_in_flight()
-        session.executor.foresight.abandon()
         return [zcompile.stats(model)["bytes"][link] for link in LINKS]
 
     found: dict[int, tuple[float, ...]] = {}
@@ -69,7 +72,7 @@ def moved(cast: Cast, dtype: torch.dtype) -> dict[int, tuple[float, ...]]:
 
 
 def main() -> None:
-    step_plan.LATE_PAYS = float("inf")
+    step_plan.LATE_PAYS, step_plan.NARROW_PAYS = float("inf"), 0.0
     print("| loop | step | forward and backward: in | out | optimizer: in | out |")
     print("|---|---|---|---|---|---|")
     for name, (cast, dtype) in LOOPS.items():

@@ -215,9 +215,11 @@ def plan_late_or_not(
         # Gradients that stay are counted until the first call of a step only.
         kept |= {ref.gradient for ref in all_late.forwards}
     tried = [plan]
+    windows = _late_windows(all_late.step, plan, room.nbytes["device"])
+    windows = [window for window in windows if window >= least_window]
     with suppress(BudgetExceeded):
-        windows = _late_windows(all_late.step, plan, room.nbytes["device"])
-        tried.append(planned(all_late.step, kept, [w for w in windows if w >= least_window]))
+        if windows:
+            tried.append(planned(all_late.step, kept, windows))
     made = []
     for other in tried:
         moving = _moving(step, all_late.forwards, other.placement, room.reach)

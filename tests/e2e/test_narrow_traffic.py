@@ -23,6 +23,7 @@ from narrow_runs import (
 from torch import optim
 
 import zcompile
+from zcompile.cli import main
 from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
@@ -101,6 +102,14 @@ def test_copies_are_in_the_plan_and_counted_on_their_tier():
     assert {e.ref for e in kept} == set(plan.copies)
     assert [e.home for e in kept] == [plan.placement.homes[e.ref] for e in kept]
     assert sum(e.place.nbytes for e in kept) == 2 * sum(p.numel() for p in run.model.parameters())
+
+
+def test_explain_shows_when_a_copy_is_fetched(tmp_path, capsys):
+    run = moving(fields={"dump": tmp_path / "run"})
+    zcompile.close(run.model)
+    assert main(["explain", str(tmp_path / "run"), "2.weight"]) == 0
+    told = capsys.readouterr().out
+    assert "fetch (its copy in bfloat16)" in told
 
 
 def test_what_is_counted_is_what_was_predicted():

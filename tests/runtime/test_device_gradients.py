@@ -30,7 +30,7 @@ def call(request, open_store):
         lambda entry, param, grad: came.append(grad),
     )
     staying = frozenset({0} if request.param else ())
-    near.begin(SimpleNamespace(lone_gradients=(0,), staying=staying), [entry])
+    near.begin(SimpleNamespace(lone_gradients=(0,), staying=staying, narrow_gradients={}), [entry])
     return SimpleNamespace(near=near, entry=entry, came=came, store=store)
 
 

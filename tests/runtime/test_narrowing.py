@@ -158,11 +158,12 @@ def disk_bytes(tmp_path, **fields):
 
 
 def test_passes_read_half_and_the_step_reads_no_copy(tmp_path):
-    # Forward and backward read 4 B each, the step 16 B, gradients included; it writes 12 B and
-    # backward 4 B. The first fetches of the next step are under way when the count is taken.
+    # Forward and backward read 4 B each, the step 14 B, gradients included, which rest in bfloat16;
+    # it writes 12 B and backward 2 B. The first fetches of the next step are under way when the
+    # count is taken.
     wide, narrow = disk_bytes(tmp_path), disk_bytes(tmp_path, param_dtype=BF16)
-    assert wide == (24, 16)
-    assert narrow == (24 - 4, 16 + 2)
+    assert wide == (22, 14)
+    assert narrow == (22 - 4, 14 + 2)
 
 
 def test_the_wide_parameter_is_what_a_user_sees(tmp_path):

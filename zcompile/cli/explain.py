@@ -170,6 +170,8 @@ _OURS = {
     "zinf.offload": "leaves the device",
     "zinf.left": "has left",
 }
+IN_DTYPE = " in "
+"""Between the name of a parameter and the dtype of a copy of it."""
 _VALUES = ("zinf.gather", "zinf.fetch", "zinf.wait")
 
 
@@ -264,9 +266,14 @@ def _phase_life(
     return PhaseLife(
         phase=phase,
         events=tuple(_events(param.name, mine)),
-        instructions=tuple(r for rows in schedules for r in rows if r.name == param.name),
+        instructions=tuple(r for rows in schedules for r in rows if _is_of(r, param.name)),
         ahead=tuple(lead for rows in schedules for lead in _leads(param.name, rows)),
     )
+
+
+def _is_of(row: InstructionRecord, name: str) -> bool:
+    """Whether an instruction is about a parameter, or about a low-precision copy of it."""
+    return row.name == name or row.name.startswith(f"{name}{IN_DTYPE}")
 
 
 def _leads(name: str, rows: Sequence[InstructionRecord]) -> Iterator[int]:
@@ -276,9 +283,9 @@ def _leads(name: str, rows: Sequence[InstructionRecord]) -> Iterator[int]:
     for row in rows:
         if row.kind == "run":
             runs += 1
-        elif row.name == name and row.kind == "fetch" and row.ticket is not None:
+        elif _is_of(row, name) and row.kind == "fetch" and row.ticket is not None:
             fetched[row.ticket] = runs
-        elif row.name == name and row.kind == "wait":
+        elif _is_of(row, name) and row.kind == "wait":
             yield from (runs - fetched[ticket] for ticket in row.after)
 
 
@@ -343,6 +350,8 @@ def _phase_lines(phase: PhaseLife) -> Iterator[str]:
 
 def _instruction_text(row: InstructionRecord) -> str:
     said = f"{row.index} {row.kind}"
+    if IN_DTYPE in row.name:
+        said += f" (its copy{row.name[row.name.rindex(IN_DTYPE) :]})"
     if row.kind != "fetch" or row.address is None:
         return said
     return f"{said} into [{row.address}, {row.address + row.nbytes}) of the arena"

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zcompile.config import Config, with_plan_options
-from zcompile.errors import ConfigInvalid, Unsupported, ZinfError
+from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError
 from zcompile.frontend.fusions import compiler_of
 from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.step_log import write_steps
@@ -48,6 +48,7 @@ from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
 from zcompile.passes.arrange import arrange
 from zcompile.passes.build_program import program_of
 from zcompile.passes.instrument import Watcher, open_run
+from zcompile.passes.narrow_params import reading_copies, with_copy_entries
 from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.runtime.eager.tensor import TieredTensor, hand_on
@@ -301,6 +302,7 @@ class _Graph:
         meter.count("distinct_regions", len({*keys} - known))
         reader = SizeReader(gm.graph)
         if not reader.names:
+            self._offer_copies(session, gm, told_as, sinks, schedule)
             return boxed(_bound(self.session, lambda args: schedule))
 
         def counted(sizes: Sizes) -> MemoryProfile:
@@ -310,6 +312,48 @@ class _Graph:
             return count(sizes_as({**self.largest, **sizes}))
 
         return boxed(_bound(self.session, SizedSchedule(schedule, reader, counted).at))
+
+    def _offer_copies(
+        self,
+        session: Session,
+        gm: fx.GraphModule,
+        told_as: str,
+        sinks: Mapping[NodeName, int],
+        wide: Schedule,
+    ) -> None:
+        """Tell the session what would read low-precision copies in place of `wide`, once it asks.
+
+        Fusions of Inductor are compiled for the nodes as they are, so there is nothing then; and a
+        commit holds no copies that a plan makes.
+        """
+        may = self.config.regions != "inductor" and not self.config.durable
+        if session.controller.records and may:
+            make = partial(self._reading_copies, gm, told_as, sinks, wide)
+            session.may_read_copies(wide.serial, cache(make))
+
+    def _reading_copies(
+        self, gm: fx.GraphModule, told_as: str, sinks: Mapping[NodeName, int], wide: Schedule
+    ) -> Schedule | None:
+        """The schedule that reads low-precision copies in place of `wide`, scheduled and proven as
+        that was; None, if it reads nothing after a cast."""
+        plan, session = self.plan, self.session()
+        assert plan is not None
+        assert session is not None
+        assert wide.program is not None
+        graph = reading_copies(gm.graph, plan)
+        if graph is None:
+            return None
+        copied = fx.GraphModule(gm, graph)
+        name, phase, trains = self.watch.name, wide.phase, told_as == "forward"
+        program = program_of(copied, plan, phase, name, session.regions, sinks, trains)
+        program = with_copy_entries(program, wide.program)
+        try:
+            schedule = arrange(program, plan.budget_bytes, self.config.max_lead)
+        except BudgetExceeded:  # copies live for longer than what is cast at once
+            return None
+        schedule = replace(schedule, holds=self._holds(graph, schedule, hint))
+        verify_schedule(schedule)
+        return schedule
 
     def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> MemoryProfile:
         """Live bytes of calls of the graph of one phase, where `size` evaluates dynamic sizes."""

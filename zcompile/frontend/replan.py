@@ -15,7 +15,9 @@ from enum import Enum, auto
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from zcompile.errors import BudgetExceeded, DiskUnusable, Unsupported
+import torch
+
+from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.frontend.session_plan import (
@@ -28,9 +30,10 @@ from zcompile.frontend.session_plan import (
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
-from zcompile.ir.types import HELD, EntryRef
+from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
+from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
@@ -56,6 +59,9 @@ MOST_RECLAIMS = 4
 MOST_PLANS = 8
 """Most plans of a run: after so many its steps have nothing in common that is worth another."""
 
+
+NEVER = -1
+"""The version of no entry: a copy that was never made."""
 
 PLACES = {"device": "the device", "host": "the host", "disk": "disk"}
 """Tiers, for people."""
@@ -123,6 +129,10 @@ class StepController(Rescheduling):
         """Bytes of the arena to leave free, as far as is known."""
         self._may_be_late = True
         """Whether updates may be late."""
+        self._may_be_narrow = True
+        """Whether low-precision copies may be kept."""
+        self._narrow_serials: frozenset[int] = frozenset()
+        """Of the schedules that read such copies."""
         self._evicted_in, self._may_stay = -1, True
         """The last step in which gradients that stayed had to go home; whether any may stay."""
 
@@ -219,7 +229,8 @@ class StepController(Rescheduling):
     def _plan_anew(self) -> bool:
         """Plan the steps seen so far, together with the last one, and put the plan into force."""
         alive = {entry.ref for entry in self.session.entries()}
-        self._base = joined(without_dead_entries(self._base, alive), self._last)
+        last = without_copies(self._last)
+        self._base = joined(without_dead_entries(self._base, alive), last)
         if (plan := self._try()) is not None:
             self.apply(plan)
         self._plans += 1
@@ -257,6 +268,7 @@ class StepController(Rescheduling):
             session.late.want({})
             session.stream_through(DEPTH, NO_ROOM)
             session.homes.want({})
+            self._drop_copies_of_plan()
             evict(session, self._resident(), {})
             device.clear()
             device.open_window(session.arena.budget_bytes)
@@ -324,7 +336,13 @@ class StepController(Rescheduling):
         kept = frozenset(alive if self._may_stay else step.facts)
         with gc_paused():
             return plan_of(
-                self.session, step, self.costs(), self._least_window, kept, self._may_be_late
+                self.session,
+                step,
+                self.costs(),
+                self._least_window,
+                kept,
+                self._may_be_late,
+                self._may_be_narrow,
             )
 
     def apply(self, plan: StepPlan) -> None:
@@ -341,6 +359,7 @@ class StepController(Rescheduling):
         device = session.homes.device
         self._quiet()
         session.late.want({})
+        self._drop_copies_of_plan()
         device.open_window(plan.arena.window_bytes)
         left = evict(session, [e for e in self._resident() if self._is_misplaced(e, homes)], homes)
         device.clear()
@@ -354,14 +373,50 @@ class StepController(Rescheduling):
         astray, rests = relocate(session, homes, self._base)
         # A gradient that has no berth is no entry yet, so that nothing says where it rests.
         rests = {**dict.fromkeys(crowded, "host"), **rests}
+        if (copies := self._make_room_for_copies(plan)) is None:
+            return self._apply(self.planned(self._base))
+        rests |= copies
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
+        self._narrow_serials = frozenset(made.serial for made in plan.reads.values())
         session.late.want(plan.late)
         session.stream_through(plan.arena.depth, plan.arena.scratch)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
         text = summary(plan, session.window_bytes)
         tell(log, text + (f"; {lost} entries found no room where they should rest" if lost else ""))
+
+    def _make_room_for_copies(self, plan: StepPlan) -> dict[EntryRef, str] | None:
+        """Make blank low-precision copies where the plan wants them; the first call that reads them
+        makes their values. Returns where they rest; None, if there is no room: none is kept."""
+        session = self.session
+        entries = {entry.ref: entry for entry in session.entries()}
+        made: dict[EntryRef, str] = {}
+        try:
+            for ref, dtype in copied(plan).items():
+                fact, entry = plan.step.facts[ref], entries[ref.owner]
+                copy = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
+                entry.copies[dtype] = copy, NEVER
+                made[ref] = copy.home
+        except TierFull as error:
+            log.info("no low-precision copies of weights are kept: %s", error)
+            self._drop_copies()
+            self._may_be_narrow = False
+            return None
+        return made
+
+    def _drop_copies_of_plan(self) -> None:
+        """Keep none of the low-precision copies of the plan that was in force."""
+        if self._narrow_serials:
+            self._drop_copies()
+            self._narrow_serials = frozenset()
+
+    def _drop_copies(self) -> None:
+        """Keep no low-precision copies any more."""
+        for entry in self.session.entries():
+            if entry.copies:
+                self.session.drop_copies(entry)
+        self.session.enter("the model")  # which frees them
 
     def _quiet(self) -> None:
         """Wait until nothing is in flight or handed over, or late, and forget schedules for where
@@ -388,12 +443,33 @@ class StepController(Rescheduling):
         """Whether a plan is in force, or an entry rests on the device that could not leave."""
         return self.plan is not None or bool(self.session.homes.device.planned_bytes)
 
+    def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """`schedule`, or the one that reads low-precision copies in its place, if the plan keeps
+        one of each that it reads."""
+        plan = self.plan
+        if plan is None or not plan.reads or schedule.phase is Phase.STEP:
+            return schedule
+        narrow = self.session.reading_copies(schedule.serial)
+        if narrow is None:
+            return schedule
+        kept = all(c.cast.copy_dtype in entries[c.entry].copies for c in narrow.copies)
+        return narrow if kept else schedule
+
     def staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
         """Entries whose gradients stay where this call makes them."""
-        if self.plan is None or schedule.serial not in self._base.serials:
+        if self.plan is None or schedule.serial not in self._base.serials | self._narrow_serials:
             return frozenset()
         call = StepCall(schedule, tuple(entry.ref for entry in entries))
         return call.making(self.plan.placement.stay)
+
+
+def copied(plan: StepPlan) -> dict[EntryRef, torch.dtype]:
+    """The low-precision copies of a plan, and their dtypes."""
+    return {
+        call.entries[len(call.schedule.handles) + n]: copy.cast.copy_dtype
+        for call in plan.step.calls
+        for n, copy in enumerate(call.schedule.copies)
+    }
 
 
 def _is_kept(gradient: Entry, late: LateUpdates) -> bool:
@@ -415,6 +491,8 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
     told = [f"{show_size(window_bytes)} of the device to stream through"]
     if plan.staying_bytes:
         told.append(f"{show_size(plan.staying_bytes)} of gradients stay where they are made")
+    if plan.reads:
+        told.append(f"{len(plan.copies)} weights travel as copies in the dtype they are read in")
     if plan.late:
         told.append(f"{len(plan.late)} parameters are updated in the next forward")
     binding = plan.placement.binding

@@ -126,9 +126,7 @@ class Rescheduling:
         late, reached, held_late = NOTHING_LATE, frozenset[EntryIndex](), frozenset[EntryIndex]()
         if joining is not None:
             late = joining.late
-            rows = [
-                (EntryIndex(len(schedule.handles) + n), e) for n, e in enumerate(joining.entries)
-            ]
+            rows = [(EntryIndex(len(entries) + n), e) for n, e in enumerate(joining.entries)]
             near = (n for n, e in rows if not e.on_device and session.can_view_in_place(e))
             reached, held_late = frozenset(near), frozenset(n for n, e in rows if e.home == HELD)
         joined = None if joining is None else joining.key
@@ -155,6 +153,10 @@ class Rescheduling:
     def forget(self) -> None:
         """Entries move, or the arena gets another size: what was arranged is not for that."""
         self._arranged.clear()
+
+    def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """`schedule`, or the one that reads low-precision copies of these entries in its place."""
+        return schedule
 
     def staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
         """Entries whose gradients stay where this call makes them."""

@@ -15,6 +15,7 @@ from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
 from zcompile.planner.late_step import with_late_step
+from zcompile.planner.narrow_step import NOTHING_NARROW, with_copies
 from zcompile.planner.outlook import COMPARED, Shadow, shadow_prices
 from zcompile.planner.placement import Room
 from zcompile.planner.simulator import predicted, step_seconds
@@ -23,6 +24,7 @@ from zcompile.planner.step_plan import (
     StepPlan,
     as_planned,
     plan_late_or_not,
+    plan_narrow_or_not,
     plan_step,
     stay_and_scratch,
 )
@@ -53,6 +55,7 @@ def plan_of(
     least_window: int,
     kept: frozenset[EntryRef],
     may_be_late: bool = True,
+    may_be_narrow: bool = True,
 ) -> StepPlan:
     """The plan for a step like this one.
 
@@ -82,17 +85,38 @@ def plan_of(
                 step, machine, room, arena, compute, seconds, stay=stay, wanted=windows
             )
 
-        if not (may_be_late and session.may_update_late):
-            return planned(step, kept, None)
-        link = machine.links.get("disk_write") if session.commit_log is not None else None
-        rate = None if link is None else link.bytes_per_s
-        return plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window, rate)
+        if may_be_late and session.may_update_late:
+            link = machine.links.get("disk_write") if session.commit_log is not None else None
+            rate = None if link is None else link.bytes_per_s
+            plan = plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window, rate)
+        else:
+            plan = planned(step, kept, None)
+        if not may_be_narrow:
+            return plan
+
+        def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
+            return planned(step, kept, windows)
+
+        return plan_narrow_or_not(step, plan, not_late, session.reading_copies, room)
 
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
     late = with_late_step(step, session.device.chunk_bytes) if session.may_update_late else None
     return demand_of(step if late is None else late.step, costs.region_seconds, together=True)
+
+
+def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:
+    """A step as it was recorded, and with low-precision copies, if it may have any: no plan of
+    either is shorter than the bound of that."""
+    narrow = with_copies(base, session.reading_copies)
+    return [base] if narrow is None else [base, narrow.step]
+
+
+def as_read(base: StepTrace, plan: StepPlan) -> StepTrace:
+    """A step as it was recorded, with the copies of a plan."""
+    narrow = with_copies(base, plan.reads.get) if plan.reads else None
+    return base if narrow is None else narrow.step
 
 
 def whole_room(session: Session) -> Room:
@@ -105,10 +129,15 @@ def prediction_of(
 ) -> dict[str, Any]:
     """`simulator.predicted` of a plan that was made for `base`, with its bound and its floor."""
     made = predicted(plan.step, costs, plan.placement.homes)
-    demand = demand_here(session, base, costs)
     links = machine_for(session.config, session.device).links  # at the rates that they have
-    least = bound(demand, links, room_of(session, base, holes=False))
-    lowest = floor(base, demand, costs, links, whole_room(session))
+    bounds, floors = [], []
+    for step in ways_to_read(session, base):
+        demand = demand_here(session, step, costs)
+        bounds.append(bound(demand, links, room_of(session, step, holes=False)))
+        floors.append(floor(step, demand, costs, links, whole_room(session)))
+    least = min(bounds, key=lambda found: found.seconds)
+    lowest = min(floors, key=lambda found: found.seconds)
+    demand = demand_here(session, as_read(base, plan), costs)
     return made | {
         "least_s": least.seconds,
         "binding": least.binding,
@@ -124,6 +153,7 @@ def shadows_of(
 ) -> tuple[Shadow, ...]:
     """What one more GiB of device and host would save of a step, under a plan made for `base`."""
     now_s = step_seconds(plan.step, costs, plan.placement.homes, COMPARED)
+    base, plan = as_read(base, plan), replace(plan, reads=NOTHING_NARROW)
     room, demand = room_of(session, base), demand_here(session, base, costs)
     least = bound(demand, costs.machine.links, room)
     fresh = replace(plan, seconds=now_s)

@@ -70,12 +70,14 @@ class Row:
     """One elementwise update of `numel` elements.
 
     plains  input registers that every chunk is handed whole, after the columns
+    copies  so many columns, the last ones, are low-precision copies that are made of others
     """
 
     numel: int
     columns: tuple[Column, ...]
     plains: tuple[Register, ...]
     compute: ChunkFunction
+    copies: int = 0
 
 
 Part = tuple[Row, int, int]
@@ -180,7 +182,8 @@ def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     widths = (c.dtype.itemsize * (1 + c.writes) for c in row.columns)
     work = Work(nbytes=(last - first) * sum(widths), ops=1)
     call = partial(_call, row.compute, first, last)
-    like = " ".join((name, *(f"{c.dtype}{'!' if c.writes else ''}" for c in row.columns)))
+    alike = row.columns[: len(row.columns) - row.copies]  # with copies it takes as long per byte
+    like = " ".join((name, *(f"{c.dtype}{'!' if c.writes else ''}" for c in alike)))
     return Region(key, f"chunk [{first}, {last})", call, work, like)
 
 

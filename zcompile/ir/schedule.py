@@ -42,6 +42,18 @@ class Cast:
     copy_dtype: torch.dtype
 
 
+class CopyRead(NamedTuple):
+    """A low-precision copy among the entries of a call.
+
+    entry   the parameter that it was cast from
+    nbytes  of the copy
+    """
+
+    entry: EntryIndex
+    cast: Cast
+    nbytes: int
+
+
 @dataclass(frozen=True)
 class Fetch:
     """Start moving bytes [begin, begin + nbytes) of an entry into a slot of the arena.
@@ -264,6 +276,7 @@ class Reduce:
     parts   register of what an `Exchange` has made of it: the sum of these goes home, in the order
             of ranks
     shared  all ranks take part, so that it is to be exchanged before (`passes/lower.py`)
+    cast    it is narrower than its parameter, whose dtype is `cast.dtype`, and exact as it is
     """
 
     value: Register
@@ -277,6 +290,7 @@ class Reduce:
     stays: bool = False
     parts: Register | None = None
     shared: bool = False
+    cast: Cast | None = None
 
     @cached_property
     def effects(self) -> Effects:
@@ -477,6 +491,8 @@ class Schedule:
     least_bytes  of an arena in which a call of either phase of its graph can be scheduled
     scratch_at   address, beyond the arena, from which on the slots lie; 0, if they lie in the arena
     operands     registers that hold the plain operands of late updates (`ir/late_updates.py`)
+    copies       entries of a call that follow those of its handles: low-precision copies of these
+                 (`passes/narrow_params.py`)
     traced_work  work of the phase as it was traced: without what passes recompute, or cut; None, if
                  it was not traced
     program      what it was lowered from, so that it can be arranged anew; None for a step
@@ -505,6 +521,7 @@ class Schedule:
     least_bytes: int = 0
     read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
     operands: tuple[Register, ...] = ()
+    copies: tuple[CopyRead, ...] = ()
     program: "RegionProgram | None" = field(default=None, compare=False, repr=False)
 
     @property
@@ -555,6 +572,12 @@ class Schedule:
         made = self._gradients()
         times = Counter(home.entry for home in made)
         return tuple(x.entry for x in made if times[x.entry] == 1 and not x.of_nbytes)
+
+    @cached_property
+    def narrow_gradients(self) -> Mapping[EntryIndex, Cast]:
+        """Entries whose gradients are made in a narrower dtype."""
+        sent = (x for x in self.instructions if isinstance(x, Reduce))
+        return {x.entry: x.cast for x in sent if x.cast is not None}
 
     @cached_property
     def staying(self) -> frozenset[EntryIndex]:

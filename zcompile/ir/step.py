@@ -74,7 +74,7 @@ class StepCall:
         return frozenset(
             EntryIndex(n)
             for n, (ref, gradient) in enumerate(zip(self.entries, self.gradients, strict=True))
-            if gradient in gradients and not ref.is_gradient
+            if gradient in gradients and not (ref.is_gradient or ref.is_copy)
         )
 
     def with_staying(self, gradients: Collection[EntryRef]) -> "StepCall":
@@ -141,8 +141,9 @@ def without_dead_entries(step: StepTrace, alive: set[EntryRef]) -> StepTrace:
 
 
 def lasting(step: StepTrace) -> set[EntryRef]:
-    """The entries that outlive the step."""
-    return {ref for ref, fact in step.facts.items() if fact.kind.lasting}
+    """The entries that outlive the step; not the low-precision copies of them, which come and go
+    with plans."""
+    return {ref for ref, fact in step.facts.items() if fact.kind.lasting and not ref.is_copy}
 
 
 class Moment(NamedTuple):

@@ -63,6 +63,7 @@ class EntryRole(enum.IntEnum):
 
     VALUE = 0
     GRADIENT = 1
+    COPY = 2
 
 
 class EntryRef(NamedTuple):
@@ -72,8 +73,9 @@ class EntryRef(NamedTuple):
     a new key, in every step: so it is named by its parameter. The kind of an entry is no part of
     its name, for an optimizer makes a state of a result (`EntryFact` says the kind).
 
-    number  key of the entry in the store; of a gradient, the key of its parameter there
-    role    whether the entry with that key is meant, or the gradient of it
+    number  key of the entry in the store; of a gradient, or of a low-precision copy, the key of its
+            parameter there
+    role    whether the entry with that key is meant, the gradient of it, or its copy
     """
 
     number: int
@@ -89,8 +91,17 @@ class EntryRef(NamedTuple):
         return EntryRef(self.number, EntryRole.GRADIENT)
 
     @property
+    def is_copy(self) -> bool:
+        return self.role is EntryRole.COPY
+
+    @property
+    def copy(self) -> "EntryRef":
+        """The low-precision copy of this parameter."""
+        return EntryRef(self.number, EntryRole.COPY)
+
+    @property
     def owner(self) -> "EntryRef":
-        """The parameter that this is the gradient of; what is no gradient owns itself."""
+        """The parameter that this is the gradient, or the copy, of; anything else owns itself."""
         return EntryRef(self.number)
 
 

@@ -418,7 +418,11 @@ class StorageWalk:
         layout = self.params[NodeName(handle.name)].layout
         whole = node.target is ops.reduce_grad and layout.dense  # a tile is contiguous
         stride = layout.stride if whole else value.contiguous().stride()
-        as_it_is = value.stride() == tuple(stride) and value.dtype is layout.dtype
+        narrow = whole and value.dtype.itemsize < layout.dtype.itemsize
+        as_it_is = value.stride() == tuple(stride) and (narrow or value.dtype is layout.dtype)
+        if narrow:  # widened for a moment, to be measured, or to be added to what is there
+            index = self.where[node]
+            self.storages.append(Storage(node, 0, layout.nbytes, index, index))
         if as_it_is or not any(self.parts.get(grad, ())):
             return unique(self.parts.get(grad, ()))
         index = self.where[node]
@@ -439,15 +443,17 @@ def _maker(node: fx.Node) -> tuple[fx.Node, int]:
 def departing_bytes(node: fx.Node, params: Mapping[NodeName, ParamSpec]) -> int:
     """Bytes that a departure counts for while it is in flight.
 
-    Of a whole gradient as many as its parameter takes, gaps included; of a tile its own.
+    Of a whole gradient as many as its parameter takes, gaps included; of a tile, or of one in a
+    narrower dtype, its own.
     """
     grad, handle, *tile = node.args
     assert isinstance(grad, fx.Node)
     assert isinstance(handle, fx.Node)
     value: Tensor = grad.meta["val"]
-    if tile:
+    layout = params[NodeName(handle.name)].layout
+    if tile or value.dtype.itemsize < layout.dtype.itemsize:
         return _dense_bytes(value)
-    return params[NodeName(handle.name)].layout.nbytes
+    return layout.nbytes
 
 
 def _dense_bytes(value: Tensor) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import fx
 
 from zcompile.ir import ops
@@ -198,7 +199,12 @@ class _Builder:
             handle = user.args[1]
             assert isinstance(handle, fx.Node)
             spec = self.plan.params[NodeName(handle.name)]
-            if not spec.shared and spec.layout == Layout.of(node.meta["val"]):
+            made = Layout.of(node.meta["val"])
+            narrow = _narrower(spec, made.dtype) is not None
+            if not spec.shared and (
+                spec.layout == made
+                or (narrow and spec.layout == replace(made, dtype=spec.layout.dtype))
+            ):
                 found[position] = self.handles[handle]
         return found
 
@@ -260,6 +266,7 @@ class _Builder:
             str(spec.name),
             departing_bytes(node, self.plan.params),
             shared=spec.shared,
+            cast=None if at else _narrower(spec, grad.meta["val"].dtype),
         )
         if at:
             (offset,) = at
@@ -286,6 +293,12 @@ class _Builder:
         )
         self.offloaded[node] = offload
         self.departures[-1].append(offload)
+
+
+def _narrower(spec: ParamSpec, made: torch.dtype) -> Cast | None:
+    """How a gradient of a narrower dtype than its parameter is to be read."""
+    dtype = spec.layout.dtype
+    return Cast(dtype, made) if made.itemsize < dtype.itemsize else None
 
 
 def _cast(spec: ParamSpec, brings: Layout) -> Cast | None:

@@ -101,7 +101,7 @@ class _Joining:
             for number, update in enumerate(self.late.updates)
         }
         self.registers = outline.registers + self.late.plains
-        own = len(outline.handles)
+        own = len(outline.handles) + len(outline.copies)
         names = {own + n: name for n, name in enumerate(self.late.names)}
         reading: dict[int, list[ReadValue]] = {}
         for value in before.values:

@@ -1,5 +1,11 @@
-"""Fetches parameters that are only read after a cast in the dtype of that cast."""
+"""Fetches parameters that are only read after a cast in the dtype of that cast.
 
+Asked for by `param_dtype`, a pass does so when a graph is compiled (`NarrowParams`). Where whole
+steps are planned, the graph stays as it is, and a second program of each phase reads copies
+(`reading_copies`, `with_copy_entries`); the plan says whether it is walked.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -7,8 +13,10 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, find, output_of
+from zcompile.ir.graph import CASTS, copy_graph, find, output_of, readers_of, region_of
 from zcompile.ir.plan import GraphPlan, Note
+from zcompile.ir.schedule import Cast, CopyRead, EntryIndex, ReadValue, RegionProgram, Run
+from zcompile.ir.types import SMALL_BYTES
 from zcompile.passes.base import Fact, Pass
 
 
@@ -50,26 +58,134 @@ class NarrowParams(Pass):
         casts = list(wait.users)
         spec = plan.spec_of(fetch)
         if (
-            spec.home != "disk"
+            self.dtype is None
+            or spec.home != "disk"
             or not spec.layout.covers(spec.nbytes)
-            or not all(self._casts(graph, wait, cast) for cast in casts)
+            or not all(_casts(graph, wait, cast, self.dtype) for cast in casts)
         ):
             return False
-        first = casts[0]
-        for node in (fetch, wait):
-            node.meta["val"] = first.meta["val"]
-        _, size, stride, offset, _, device = fetch.args
-        fetch.args = (fetch.args[0], size, stride, offset, self.dtype, device)
-        for cast in casts:
-            cast.replace_all_uses_with(wait)
-            graph.erase_node(cast)
+        _narrow(graph, fetch, wait, casts, self.dtype)
         return True
 
-    def _casts(self, graph: fx.Graph, wait: fx.Node, user: fx.Node) -> bool:
-        """Whether `user` is a cast to `dtype`, and does nothing else."""
-        if user.target not in CASTS or output_of(graph) in user.users:
-            return False
-        value, result = wait.meta["val"], user.meta["val"]
-        plain = set(user.kwargs) <= {"dtype"} or user.kwargs.get("device") in (None, value.device)
-        same = result.dtype is self.dtype and result.stride() == value.stride()
-        return plain and same and value.dtype.itemsize > result.dtype.itemsize
+
+def _casts(graph: fx.Graph, wait: fx.Node, user: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether `user` is a cast to `dtype`, and does nothing else."""
+    if user.target not in CASTS or output_of(graph) in user.users:
+        return False
+    value, result = wait.meta["val"], user.meta["val"]
+    plain = set(user.kwargs) <= {"dtype"} or user.kwargs.get("device") in (None, value.device)
+    same = result.dtype is dtype and result.stride() == value.stride()
+    return plain and same and value.dtype.itemsize > result.dtype.itemsize
+
+
+def _narrow(
+    graph: fx.Graph, fetch: fx.Node, wait: fx.Node, casts: list[fx.Node], dtype: torch.dtype
+) -> None:
+    """Let a fetch bring what its casts make."""
+    for node in (fetch, wait):
+        node.meta["val"] = casts[0].meta["val"]
+    _, size, stride, offset, _, device = fetch.args
+    fetch.args = (fetch.args[0], size, stride, offset, dtype, device)
+    for cast in casts:
+        cast.replace_all_uses_with(wait)
+        graph.erase_node(cast)
+
+
+# --- A second program, that reads copies ---
+
+
+def reading_copies(graph: fx.Graph, plan: GraphPlan) -> fx.Graph | None:
+    """A copy of the graph of one phase whose large parameters come in the dtype that they are cast
+    to; None, if all are read as they are.
+
+        %f = zinf.wait(%p)     f32                %f = zinf.wait(%p)     bf16
+        %c = aten._to_copy(%f, bf16)      ->      %y = aten.mm(%x, %f)
+        zinf.release(%f)                          zinf.release(%f)
+        %y = aten.mm(%x, %c)
+
+    Nodes stay in the regions that they were cut into. Copies are of one dtype, that of the first
+    cast. A parameter that is read wide as well, or of which only a part is read, comes as it is.
+    """
+    made, _ = copy_graph(graph)
+    found: dict[fx.Node, fx.Node] = {}
+    dtype: torch.dtype | None = None
+    for fetch in find(made, ops.fetch):
+        spec, (wait,) = plan.spec_of(fetch), fetch.users
+        casts = [user for user in wait.users if user.target is not ops.release]
+        releases = [user for user in wait.users if user.target is ops.release]
+        known = bool(casts) and casts[0].target in CASTS
+        wanted = dtype or (casts[0].meta["val"].dtype if known else None)
+        if (
+            spec.activation
+            or spec.shared
+            or spec.nbytes <= SMALL_BYTES
+            or not spec.layout.covers(spec.nbytes)
+            or len(releases) != 1
+            or not casts
+            or wanted is None
+            or not all(_casts(made, wait, cast, wanted) for cast in casts)
+        ):
+            continue
+        dtype = wanted
+        _narrow(made, fetch, wait, casts, dtype)
+        found[wait] = releases[0]
+    if not found:
+        return None
+    _release_later(made, found)
+    return made
+
+
+def _release_later(graph: fx.Graph, releases: Mapping[fx.Node, fx.Node]) -> None:
+    """Move each release behind the region that reads its value last, now that views of the value
+    are read and not of a cast of it."""
+    last_of = {region: node for node in graph.nodes if (region := region_of(node)) is not None}
+    for wait, release in releases.items():
+        reader = max(readers_of(wait) - {release})
+        region = region_of(reader)
+        (reader if region is None else last_of[region]).append(release)
+
+
+def with_copy_entries(program: RegionProgram, wide: RegionProgram) -> RegionProgram:
+    """The program of `reading_copies` with copies as entries of their own, that follow those of the
+    handles.
+
+    wide  the program of the same phase that reads parameters as they are. What a region computes is
+          taken to last as long as there, until it is seen.
+    """
+    own = len(wide.outline.handles)
+    index: dict[EntryIndex, int] = {}
+    copies: list[CopyRead] = []
+    names: dict[int, str] = {}
+
+    def placed(value: ReadValue) -> ReadValue:
+        if value.cast is None:
+            return value
+        if value.entry not in index:
+            index[value.entry] = own + len(copies)
+            copies.append(CopyRead(value.entry, value.cast, value.nbytes))
+        name = f"{value.name} in {_said(value.cast)}"
+        names[index[value.entry]] = name
+        return value._replace(entry=EntryIndex(index[value.entry]), name=name, cast=None)
+
+    values = [placed(value) for value in program.values]
+    before = {name: run for run in wide.regions for name in run.names}
+    return replace(
+        program,
+        outline=replace(
+            program.outline, copies=tuple(copies), names={**program.outline.names, **names}
+        ),
+        regions=tuple(_costing_as(run, before) for run in program.regions),
+    ).with_values(values)
+
+
+def _said(cast: Cast) -> str:
+    return str(cast.copy_dtype).removeprefix("torch.")
+
+
+def _costing_as(run: Run, before: Mapping[str, Run]) -> Run:
+    """The region, with the costs of the one that made its first result before casts were taken
+    away."""
+    of = next((before[name] for name in run.names if name in before), None)
+    if of is None or of.region.key == run.region.key:
+        return run
+    return replace(run, region=replace(run.region, parts=of.region.parts or (of.region,)))

@@ -77,7 +77,8 @@ def pipeline(
         GatherParams(),  # one gather per parameter and phase, before its first reader
         NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
         ReleaseParams(),  # full -> nothing, after its last reader
-        ReduceGrads(),  # gradient -> home tier, as soon as it is made
+        # gradient -> home tier, as soon as it is made; a commit holds it as the optimizer reads it
+        ReduceGrads(narrow=not config.durable),
         FindFusions(config.regions == "inductor"),  # compute between library calls, in one piece
         CutRegions(),  # compute between our ops, numbered
     )

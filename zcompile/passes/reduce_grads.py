@@ -9,11 +9,23 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import TRANSPOSES, erase_unread, insert, output_of, phase_of, root_of
+from zcompile.ir.graph import (
+    CASTS,
+    TRANSPOSES,
+    erase_unread,
+    insert,
+    output_of,
+    phase_of,
+    root_of,
+)
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.torch_compat import gradient_of, handle_input
-from zcompile.ir.types import Layout, NodeName, Phase
+from zcompile.ir.types import SMALL_BYTES, Layout, NodeName, Phase
 from zcompile.passes.base import Fact, Pass
+
+NARROW = frozenset({torch.bfloat16, torch.float16})
+WIDE = frozenset({torch.float32, torch.float64})
+"""Each value of a dtype of the first is one of each of the second, and comes back as it was."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,11 @@ class ReduceGrads(Pass):
     transfer are in one region. A gradient whose bytes somebody outside the call holds too is copied
     first. The sink stays an output until the graph is cut, so that autograd keeps the parameter in
     its books; backward then returns None in its place.
+
+    narrow  a gradient that is a widening cast is sent as it was before
     """
+
+    narrow: bool = True
 
     name: ClassVar[str] = "reduce-grads"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
@@ -51,7 +67,10 @@ class ReduceGrads(Pass):
             grad = results[position]
             if source in handles and isinstance(grad, fx.Node) and grad.target not in ops.SINKS:
                 transposed.append(grad)
-                grad = _own(graph, _transposed_back(grad), kept)
+                grad = _transposed_back(grad)
+                if self.narrow:
+                    grad = _before_widening(grad, kept, plan, handles[source])
+                grad = _own(graph, grad, kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)
         erase_unread(graph, *transposed)
@@ -75,6 +94,31 @@ def _transposed_back(grad: fx.Node) -> fx.Node:
         if Layout.of(node.meta["val"]) == Layout.of(grad.meta["val"]):
             return node
     return grad
+
+
+def _before_widening(
+    grad: fx.Node, kept: Container[fx.Node], plan: GraphPlan, handle: fx.Node
+) -> fx.Node:
+    """The value that `grad` is a cast of to the dtype of its parameter, if that loses nothing: it
+    is sent as it was made, and widened where it is used. Under autocast gradients are such casts.
+
+        %w  = aten.mm(%a, %b)           bf16          %w = aten.mm(%a, %b)
+        %dw = aten._to_copy(%w, f32)            ->    %s = zinf.reduce_grad(%w, %p)
+        %s  = zinf.reduce_grad(%dw, %p)
+    """
+    spec = plan.params[NodeName(handle.name)]
+    small = spec.nbytes <= SMALL_BYTES
+    if grad.target not in CASTS or len(grad.users) > 1 or spec.shared or small:
+        return grad
+    (source,) = grad.all_input_nodes
+    source = _transposed_back(source)
+    made, value = source.meta["val"], grad.meta["val"]
+    exact = made.dtype in NARROW and value.dtype in WIDE and value.dtype is spec.layout.dtype
+    same = made.stride() == value.stride() == spec.layout.stride and spec.layout.dense
+    if not (exact and same and made.device == value.device) or phase_of(source) is Phase.FORWARD:
+        return grad
+    root = root_of(source)
+    return grad if root.op == "placeholder" or root in kept else source
 
 
 def _own(graph: fx.Graph, grad: fx.Node, kept: Container[fx.Node]) -> fx.Node:

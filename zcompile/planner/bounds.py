@@ -260,6 +260,8 @@ class _Touched:
             for at, begin, end in mine.items():
                 of = call.gradients if at.is_gradient else call.entries
                 names = of[at.entry], at.copy
+                if all_ is reads and names[0].is_copy and call.phase is Phase.STEP:
+                    continue  # made anew, of what is there
                 if all_ is writes or names not in made:
                     all_.add(names, begin, end)
 

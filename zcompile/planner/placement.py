@@ -32,7 +32,7 @@ from zcompile.machine.model import TIERS, Link, Machine
 from zcompile.machine.staging import lane_bytes
 from zcompile.memory.linear_program import LinearProgram, Term
 
-PLACED = frozenset({EntryKind.PARAM, EntryKind.GRAD, EntryKind.STATE})
+PLACED = frozenset({EntryKind.PARAM, EntryKind.GRAD, EntryKind.STATE, EntryKind.COPY})
 Loads = Mapping[tuple[Phase, str], float]
 """(phase, link) -> seconds that the link is busy in the phase."""
 
@@ -81,9 +81,11 @@ def group(
                 continue
             phases = uses.setdefault(use.ref, {})
             r, rn, w, wn = phases.get(call.phase, (0, 0, 0, 0))
+            # A step makes copies anew: what is blank comes over no link.
+            read = 0 if use.ref.is_copy and call.phase is Phase.STEP else use.read_bytes
             phases[call.phase] = (
-                r + use.read_bytes,
-                rn + (use.read_bytes > 0),
+                r + read,
+                rn + (read > 0),
                 w + use.written_bytes,
                 wn + (use.written_bytes > 0),
             )

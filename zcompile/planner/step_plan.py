@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from zcompile.errors import BudgetExceeded
+from zcompile.ir.effects import IN
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
-from zcompile.ir.schedule import EntryIndex
+from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
@@ -22,6 +23,7 @@ from zcompile.machine.model import Machine
 from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
 from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
 from zcompile.planner.late_step import with_late_step
+from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Placement, Room, place
 
 LEADS = (1, 2, 4, 8, 16)
@@ -73,6 +75,7 @@ class StepPlan:
     step       as it will be walked
     seconds    that it will take
     late       parameter whose update is late -> serial of the recorded forward that computes it
+    reads      serial of a recorded schedule -> the one that reads low-precision copies in its place
     """
 
     placement: Placement
@@ -80,6 +83,12 @@ class StepPlan:
     step: StepTrace
     seconds: float
     late: Mapping[EntryRef, int] = field(default_factory=lambda: NOTHING_LATE)
+    reads: Mapping[int, Schedule] = field(default_factory=lambda: NOTHING_NARROW)
+
+    @property
+    def copies(self) -> list[EntryRef]:
+        """The low-precision copies that are kept, as entries."""
+        return [ref for ref in self.step.facts if ref.is_copy]
 
     @property
     def resident_bytes(self) -> int:
@@ -209,9 +218,11 @@ def plan_late_or_not(
         # Gradients that stay are counted until the first call of a step only.
         kept |= {ref.gradient for ref in all_late.forwards}
     tried = [plan]
+    windows = _late_windows(all_late.step, plan, room.nbytes["device"])
+    windows = [window for window in windows if window >= least_window]
     with suppress(BudgetExceeded):
-        windows = _late_windows(all_late.step, plan, room.nbytes["device"])
-        tried.append(planned(all_late.step, kept, [w for w in windows if w >= least_window]))
+        if windows:
+            tried.append(planned(all_late.step, kept, windows))
     made = []
     for other in tried:
         moving = _moving(step, all_late.forwards, other.placement, room.reach)
@@ -254,8 +265,51 @@ def _late_windows(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
     return sorted(min(window, whole) for window in found)
 
 
+NARROW_PAYS = 1.01
+"""A plan with low-precision copies must be so many times as fast: they take memory."""
+
+
+def plan_narrow_or_not(
+    step: StepTrace, plan: StepPlan, planned: Planned, reading: Reading, room: Room
+) -> StepPlan:
+    """`plan`, or a faster one that reads low-precision copies of weights, where the tiers have room
+    for them.
+
+    planned  makes a plan, for a step whose updates are not late
+    """
+    if not _moves_weights(plan):
+        return plan
+    narrow = with_copies(step, reading)
+    if narrow is None or not _has_room(narrow.step, room):
+        return plan
+    with suppress(BudgetExceeded):
+        found = replace(planned(narrow.step, frozenset(), None), reads=narrow.reads)
+        if found.seconds * NARROW_PAYS < plan.seconds:
+            return found
+    return plan
+
+
+def _moves_weights(plan: StepPlan) -> bool:
+    """Whether weights are brought for forward or backward."""
+    return any(
+        x.lane is IN and (home := x.home) is not None and home.lasting
+        for call in plan.step.calls
+        if call.phase is not Phase.STEP
+        for x in call.schedule.effects
+    )
+
+
+def _has_room(step: StepTrace, room: Room) -> bool:
+    """Whether the tiers have room for all entries of a step."""
+    nbytes = sum(aligned(fact.nbytes) for fact in step.facts.values())
+    return nbytes <= sum(room.nbytes.values())
+
+
 def as_planned(step: StepTrace, plan: StepPlan) -> StepTrace:
-    """A step as it was recorded, with those of its updates late that are so in the plan."""
+    """A step as it was recorded, with the copies of the plan, and with those of its updates late
+    that are so in it."""
+    if plan.reads and (narrow := with_copies(step, plan.reads.get)) is not None:
+        step = narrow.step
     late = with_late_step(step, plan.arena.chunk_bytes, plan.late) if plan.late else None
     return step if late is None else late.step
 
@@ -324,6 +378,8 @@ def at_rest(
     window_bytes  that are left to stream through
     """
     planned = plan.placement.homes
+    narrow = with_copies(step, plan.reads.get) if plan.reads else None
+    step = step if narrow is None else narrow.step
     homes = {ref: rests.get(ref, planned.get(ref, fact.home)) for ref, fact in step.facts.items()}
     if all(planned.get(ref, step.facts[ref].home) == home for ref, home in homes.items()):
         return plan
@@ -331,7 +387,8 @@ def at_rest(
     shared = replace(plan.arena, window_bytes=window_bytes)
     for made, late in ((as_planned(step, plan), plan.late), (step, NOTHING_LATE)):
         with suppress(BudgetExceeded):
-            return replace(_planned(made, placement, shared, seconds), late=late)
+            made_plan = _planned(made, placement, shared, seconds)
+            return replace(made_plan, late=late, reads=plan.reads)
     return plan  # the first call that needs more of the arena than is left will get it
 
 

@@ -53,7 +53,7 @@ from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradie
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
 from zcompile.runtime.ranks.fabric import Fabric, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
-from zcompile.runtime.store.resident import MakeCopy, refresh_copies, source_of
+from zcompile.runtime.store.resident import MakeCopy, copies_of, refresh_copies, source_of
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
@@ -67,6 +67,9 @@ class StepPolicy(Protocol):
 
     def step_ended(self, step: StepTrace) -> None:
         """A step was recorded, and the next has not begun."""
+
+    def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """`schedule`, or the one that reads low-precision copies of these entries in its place."""
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """The schedule for these very entries, where they rest now; of a forward, with the late
@@ -327,8 +330,12 @@ class Executor:
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)
-        if schedule.casts:
+        schedule = self._policy.narrowed(schedule, entries)
+        copies: Sequence[Entry] = ()
+        if schedule.casts or schedule.copies:
             refresh_copies(schedule, entries, self._make_copy)
+            copies = copies_of(schedule, entries)
+            entries, leaves = (*entries, *copies), (*leaves, *copies)
         self.store.enter(entries[0].name if entries else schedule.name)
         # Last, since what comes before may move entries.
         asked, schedule = schedule, self._policy.fit(schedule, entries)
@@ -345,7 +352,7 @@ class Executor:
                 values[register] = value
             progress = Progress(schedule)
         if noted is not None:
-            noted.walks(schedule, () if joining is None else joining.entries)
+            noted.walks(schedule, (*copies, *(() if joining is None else joining.entries)))
         others = self._plan_peaks(schedule)
         if schedule.serial not in self._walked:
             self._walked.add(schedule.serial)
@@ -616,7 +623,12 @@ class _Call:
 
     def _reduce(self, reduce: Reduce) -> None:
         """Start moving a gradient to its home tier, once earlier ones leave room in flight."""
-        in_flight, nbytes = self.in_flight, reduce.nbytes
+        in_flight, nbytes, leaf = self.in_flight, reduce.nbytes, self.leaves[reduce.entry]
+        cast, after = reduce.cast, self._after(reduce.after)
+        if cast is not None and self.gradients.may_rest_narrow(leaf):
+            cast = None  # it leaves as it is
+        if cast is not None:
+            nbytes = nbytes // cast.copy_dtype.itemsize * cast.dtype.itemsize
         most = self.held.rises().departing or self.schedule.departing_bytes
         if in_flight.exceeds(nbytes, most):
             self._count_stall(partial(in_flight.expect, nbytes, most))
@@ -625,7 +637,8 @@ class _Call:
         grad, freed = self.values[reduce.value], NO_STORAGES
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
-        leaf = self.leaves[reduce.entry]
+        if cast is not None:
+            grad, after = grad.to(cast.dtype), [self.store.device.mark()]
         if reduce.parts is not None:
             exchanged, self.values[reduce.parts] = self.values[reduce.parts], None
             in_flight.note(grad, exchanged.ticket)
@@ -637,7 +650,7 @@ class _Call:
             in_flight.note(held, self.begun)
         else:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
-            self.gradients.take(leaf, grad, offset, self._after(reduce.after))
+            self.gradients.take(leaf, grad, offset, after)
         in_flight.sent(nbytes, freed, stays=reduce.stays and held is not None)
 
     def _agree(self, agree: Agree) -> None:

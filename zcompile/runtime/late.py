@@ -41,7 +41,7 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
-from zcompile.runtime.store.store import Deferred, Entry
+from zcompile.runtime.store.store import Deferred, Entry, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 log = logging.getLogger(__name__)
@@ -500,7 +500,8 @@ class LateUpdates:
                 raise
             self._run_rows(group, rows, of)  # anew, since operands rest elsewhere now
             return
-        with changes_made(group.changes_of(rows)), copies_made(group.copying(rows)):
+        changes, copies = changes_made(group.changes_of(rows)), copies_made(group.copying(rows))
+        with changes, copies, as_they_rest(group.entries):
             runner.walk(made, [*group.inputs], group.entries, of)
 
     # The forward that computes them.
@@ -557,7 +558,7 @@ class LateUpdates:
             return 0
         joining = self.joining(schedule, entries)
         return sum(
-            entry.nbytes
+            entry.place.nbytes
             for group in (() if joining is None else joining.groups)
             for row in group.rows
             for entry in group.entries_of(row)
@@ -573,7 +574,11 @@ class LateUpdates:
             _wait_no_more(group, group.rows)
         copying = [c for group in joining.groups for c in group.copying(group.rows)]
         try:
-            with changes_made(changing), copies_made(copying):
+            with (
+                changes_made(changing),
+                copies_made(copying),
+                as_they_rest(joining.entries),
+            ):
                 yield
         except BaseException as error:
             self._fall_back(joining, made, error)
@@ -653,7 +658,8 @@ def _as_it_rests(row: Row, entries: Sequence[Entry]) -> Row:
     for column in row.columns:
         entry = entries[column.entry]
         resident = entry.on_device or (
-            entry.store.can_view_in_place(entry) and not (column.eased or entry.deferred)
+            entry.store.can_view_in_place(entry)
+            and not (column.eased or (entry.deferred and entry.narrow is None))
         )
         columns.append(replace(column, resident=resident, far=entry.home == "disk"))
     return replace(row, columns=tuple(columns))

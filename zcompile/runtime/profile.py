@@ -45,9 +45,10 @@ MOST_KNOWN = 1024
 
 @dataclass(frozen=True)
 class _RecordedCall:
-    """What was written down of one call, on entries whose tiers and kinds are as `alike` says."""
+    """What was written down of one call, on entries whose tiers, kinds and bytes are as `alike`
+    says."""
 
-    alike: tuple[list[TierIO], list[EntryKind]]
+    alike: tuple[list[TierIO], list[EntryKind], list[int]]
     call: StepCall
     facts: Mapping[EntryRef, EntryFact]
     gradients: Mapping[EntryRef, EntryFact]
@@ -130,7 +131,11 @@ class Recorder:
     def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_RecordedCall":
         """What is written down of a call; as in the last step, while entries are alike."""
         refs = tuple([e.ref for e in entries])
-        alike = [e.place.tier for e in entries], [e.kind for e in entries]
+        alike = (
+            [e.place.tier for e in entries],
+            [e.kind for e in entries],
+            [e.place.nbytes for e in entries],
+        )
         passing = EntryKind.ACTIVATION in alike[1]  # these are new in every call
         sizes = schedule.holds.sizes
         same = schedule.serial, sizes, _kept(entries) if passing else refs
@@ -198,7 +203,7 @@ def _micro_batches(calls: Sequence[StepCall]) -> int:
 
 def facts_of(entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
     """The facts of each entry."""
-    return {e.ref: EntryFact(e.ref, e.name, e.kind, e.nbytes, e.home) for e in entries}
+    return {e.ref: EntryFact(e.ref, e.name, e.kind, e.place.nbytes, e.home) for e in entries}
 
 
 def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:

@@ -11,7 +11,7 @@ from zcompile.ir.types import HELD, ON_DEVICE, EntryKind, EntryRef
 from zcompile.ir.units import show_size
 from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
-from zcompile.runtime.store.store import Entry
+from zcompile.runtime.store.store import Entry, as_they_rest
 from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts
 
@@ -74,10 +74,10 @@ def expected_homes(
     rests = stay | {entry.ref: entry.home for entry in session.entries()}
     tried: dict[EntryRef, tuple[Place, EntryKind]] = {}
 
-    def place(ref: EntryRef, kind: EntryKind, nbytes: int, **wish: Any) -> None:
-        if ref not in rests:
-            found = session.homes.reserve(step.facts[ref].name, kind, nbytes, **wish)
-            rests[ref], tried[ref] = found.tier.name, (found, kind)
+    def place(of: EntryRef, kind: EntryKind, nbytes: int, **wish: Any) -> None:
+        if of not in rests:
+            found = session.homes.reserve(step.facts[of].name, kind, nbytes, **wish)
+            rests[of], tried[of] = found.tier.name, (found, kind)
 
     def give_back(ref: EntryRef) -> None:
         if ref in tried:
@@ -95,7 +95,7 @@ def expected_homes(
                 if home.role is NEW:
                     place(ref, EntryKind.ACTIVATION, home.nbytes, tier=home.tier)
                 elif home.role is GRADIENT:
-                    place(ref, EntryKind.GRAD, step.facts[ref].nbytes, gradient=ref)
+                    place(ref, EntryKind.GRAD, step.facts[ref].nbytes, ref=ref)
             for ref in call.entries:
                 if ref in step.facts and step.facts[ref].kind is EntryKind.ACTIVATION:
                     give_back(ref)
@@ -129,6 +129,11 @@ def move(session: Session, entry: Entry, home: str) -> bool:
     """
     if entry.home == home:
         return True
+    with as_they_rest([entry]):
+        return _move(session, entry, home)
+
+
+def _move(session: Session, entry: Entry, home: str) -> bool:
     place = entry.place
     held = [(low, high) for low, high, held in place.written.pieces(0, entry.nbytes) if held]
     with deferred_interrupts():

@@ -371,6 +371,7 @@ class Session(Store):
         self.steps: dict[Hashable, Schedule] = {}
         self.repeats: dict[Hashable, list[Repeat]] = {}
         """List ops of late, by what sort of call they are (`runtime/eager/streaming.py`, above)."""
+        self._reading: dict[int, Callable[[], Schedule | None]] = {}
         self.inexact: dict[tuple[str, str], str] = {}
         """(weight or module, pass) -> why its results may round otherwise than eager's."""
         self.births: dict[int, torch.device] = {}
@@ -390,6 +391,16 @@ class Session(Store):
     def belong_to(self, model: torch.nn.Module) -> None:
         """Let `model` be the one that is committed."""
         self.root = weakref.ref(model)
+
+    def may_read_copies(self, serial: int, make: Callable[[], Schedule | None]) -> None:
+        """Let `make` say what reads low-precision copies in place of a schedule, if anything
+        does."""
+        self._reading[serial] = make
+
+    def reading_copies(self, serial: int) -> Schedule | None:
+        """The schedule that reads low-precision copies in place of another; None: there is none."""
+        make = self._reading.get(serial)
+        return None if make is None else make()
 
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""
@@ -652,6 +663,8 @@ class Session(Store):
     ) -> Ticket:
         """As `Store.fetch`, after transfers that still read the bytes of `target`."""
         after = [*after, *self._pending_reads.of(target)]
+        if not ahead:
+            entry.settle()  # which may move it
         if entry.on_device:
             return resident.fetch(self, entry, target, begin, after, ahead)
         return super().fetch(entry, target, begin=begin, after=after, ahead=ahead)
@@ -676,6 +689,7 @@ class Session(Store):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.put`; a fetch over the bytes of `source` will wait for it."""
+        entry.settle()  # which may move it
         if entry.on_device:
             ticket = resident.put(self, entry, source, begin, after)
         else:
@@ -688,6 +702,7 @@ class Session(Store):
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()
     ) -> Ticket:
         """As `Store.add`; a fetch over the bytes of `source` will wait for it."""
+        entry.settle()  # which may move it
         if entry.on_device:
             ticket = resident.add(self, entry, source, begin, after)
         else:
@@ -698,6 +713,7 @@ class Session(Store):
 
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
         """As `Store.read`, also from the device."""
+        entry.settle()  # which may move it
         if entry.on_device:
             return resident.read(self, entry, target, begin)
         return super().read(entry, target, begin=begin)

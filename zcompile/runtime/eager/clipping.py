@@ -44,6 +44,7 @@ def known_norm(
     known = session_of(tensor.entry).norms.of(tensor.entry, tensor.entry_layout, measure)
     if known is not None:
         return known
+    tensor.entry.settle()  # before it is looked at where it rests
     at_rest = _measured_at_rest(tensor, measure)
     return at_rest if at_rest is not None else _measured_in_tiles(tensor, measure)
 
@@ -93,7 +94,7 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(c.layout.dtype != t.entry_layout.dtype for t in tensors for c in t.entry.deferred):
         return NotImplemented  # of complex numbers, then of their parts: one after the other
-    if all(entry.on_device for entry in entries.values()):
+    if all(entry.on_device and entry.narrow is None for entry in entries.values()):
         return NotImplemented  # nothing is to be saved by waiting
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:

@@ -34,17 +34,25 @@ from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, wrapp
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.eager.fillings import SPECIAL
 from zcompile.runtime.eager.rows import (
+    NO_CASTS,
     Application,
+    CopyCasts,
     is_elementwise,
     leaves_of,
     rows_of,
     streamable,
 )
-from zcompile.runtime.eager.streaming import StreamedCall, range_of, signature_of
+from zcompile.runtime.eager.streaming import (
+    StreamedCall,
+    Widened,
+    range_of,
+    signature_of,
+    widened,
+)
 from zcompile.runtime.late import Broken
 from zcompile.runtime.live_memory import LiveStorages
 from zcompile.runtime.session import Session, session_of
-from zcompile.runtime.store.store import Deferred
+from zcompile.runtime.store.store import Deferred, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 aten = torch.ops.aten
@@ -230,7 +238,7 @@ class JoinedOps:
                 entry = tiered.entry
                 row = self._of_entry.get(entry.key)
                 if row is None:
-                    entry.settle()
+                    entry.settle_updates()
                 elif row.tiered[entry.key].entry_layout != tiered.entry_layout:
                     self.settle()
 
@@ -327,7 +335,10 @@ class JoinedOps:
                 self._mark(rows, self)
                 raise
             try:
-                self.session.late.run(schedule, call.inputs, call.entries, call.changing, may_wait)
+                with as_they_rest(call.entries):
+                    self.session.late.run(
+                        schedule, call.inputs, call.entries, call.changing, may_wait, call.copying
+                    )
             except (BudgetExceeded, Unsupported):
                 if self.session.late.has(call.entries):  # others of the call were computed
                     _give(alive, targets)
@@ -516,7 +527,7 @@ def _session_for(app: Application, cls: Any) -> Session | None:
         elif isinstance(tensor, cls):
             tiered: Any = tensor
             entry = tiered.entry
-            if entry.copies or not tiered.covers or tiered.numel() == 1:
+            if not tiered.covers or tiered.numel() == 1:
                 return None
             found.add(session_of(entry))
             wide.append(tensor)
@@ -618,11 +629,14 @@ class _JoinedCall(StreamedCall):
             plains.append(self.input(targets[number]))
             kinds.append(signature_of(targets[number]))
         ops = _with_drops(ops, {number for number, _ in held})
-        compute = JoinedChunk(tuple(ops), len(columns), changes, tuple(held))
         numel = next(iter(row.tiered.values())).numel()
+        wide = self._widened(columns)
+        narrowed = self._narrow(columns, numel)
+        copies = len(narrowed.pairs)
+        compute = JoinedChunk(tuple(ops), len(columns), changes, tuple(held), narrowed, wide)
         shapes = tuple(replace(c, entry=type(c.entry)(0), name="") for c in columns)
         self.signature.append((compute, numel, shapes, tuple(kinds)))
-        return Row(numel, tuple(columns), tuple(plains), compute)
+        return Row(numel, tuple(columns), tuple(plains), compute, copies)
 
 
 @dataclass(frozen=True)
@@ -659,16 +673,21 @@ def _with_drops(ops: Sequence[JoinedOp], held: set[int]) -> list[JoinedOp]:
 class JoinedChunk:
     """Applies the ops of a row to a range of its elements.
 
-    changes  deferred changes to apply before: (column, which plain is the operand, change)
-    held     (result, plain operand that it is written to)
+    changes   deferred changes to apply before: (column, which plain is the operand, change)
+    held      (result, plain operand that it is written to)
+    narrowed  casts to make afterwards
+    widened   columns that are narrower than they are computed with, and the dtypes of that
     """
 
     ops: tuple[JoinedOp, ...]
     columns: int
     changes: tuple[tuple[int, int, Deferred], ...]
     held: tuple[tuple[int, int], ...]
+    narrowed: CopyCasts = NO_CASTS
+    widened: Widened = ()
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        values = widened(values, self.widened)
         for column, plain, change in self.changes:
             change.apply(values[column], values[self.columns + plain])
         results: dict[int, Tensor] = {}
@@ -691,3 +710,4 @@ class JoinedChunk:
                 del results[number]
         for result, plain in self.held:
             range_of(values[self.columns + plain], first, last).copy_(results[result])
+        self.narrowed(first, last, values)

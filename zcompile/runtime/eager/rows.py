@@ -211,6 +211,9 @@ class CopyCasts:
             values[narrow].copy_(values[wide])
 
 
+NO_CASTS = CopyCasts(())
+
+
 def make_copy(entry: Entry, cast: Cast) -> None:
     """Make `entry.copies[cast.copy_dtype]`, or make it again. raises  TierFull, and what a transfer
     raises"""
@@ -221,7 +224,7 @@ def make_copy(entry: Entry, cast: Cast) -> None:
         column_of(entry, EntryIndex(0), cast.dtype, writes=False),
         column_of(copy, EntryIndex(1), cast.copy_dtype, writes=True),
     )
-    row = Row(numel, columns, (), CopyCasts(((0, 1),)))
+    row = Row(numel, columns, (), CopyCasts(((0, 1),)), copies=1)
     build = partial(lower_step, "a copy in another dtype", [row], 0, 2, session.window_room)
     kind = ("copy", numel, cast, tuple(column.resident for column in columns))
     try:
@@ -248,6 +251,7 @@ def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
 
 def column_of(entry: Entry, index: EntryIndex, dtype: torch.dtype, *, writes: bool) -> Column:
     """All of an entry as an operand of a step."""
-    resident = entry.store.can_view_in_place(entry) and not entry.deferred
+    changes = entry.deferred and entry.narrow is None
+    resident = entry.store.can_view_in_place(entry) and not changes
     far = entry.home == "disk"
     return Column(index, 0, dtype, writes, entry.kind.lasting, entry.name, resident, far)

@@ -39,7 +39,7 @@ from zcompile.runtime.eager.rows import (
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.late import changes_made
 from zcompile.runtime.session import Repeat, Session, session_of
-from zcompile.runtime.store.store import Deferred, Entry
+from zcompile.runtime.store.store import Deferred, Entry, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 # --- Streaming ---
@@ -63,8 +63,9 @@ def stream(
         for tensor in app.tensors():
             if isinstance(tensor, cls):
                 tiered: Any = tensor
-                tiered.entry.settle()
+                tiered.entry.settle_updates()
     for app in apps:
+        settle_unless_read_whole(cls, app)
         _apply_where_written_in_part(cls, app)
     call = StreamedCall(cls)
     rows = [call.row(app, target) for app, target in zip(apps, targets, strict=True)]
@@ -85,7 +86,19 @@ def stream(
         return
     if learn is not None and not call.changing and not call.copying:
         learn(schedule, call.entries, call.inputs)
-    session.late.run(schedule, call.inputs, call.entries, call.changing, copying=call.copying)
+    with as_they_rest(call.entries):
+        session.late.run(schedule, call.inputs, call.entries, call.changing, copying=call.copying)
+
+
+def settle_unless_read_whole(cls: type, app: Application) -> None:
+    """Widen what rests narrow, unless the row only reads it, and all of it: then chunks are widened
+    as they pass."""
+    written = {id(tensor) for tensor in app.written()}
+    for tensor in app.tensors():
+        if isinstance(tensor, cls):
+            tiered: Any = tensor
+            if tiered.entry.narrow is not None and (id(tensor) in written or not tiered.covers):
+                tiered.entry.settle()
 
 
 def _apply_where_written_in_part(cls: type, app: Application) -> None:
@@ -130,16 +143,17 @@ class StreamedCall:
         else:
             numel = next(t.numel() for t in app.tensors() if t.numel() != 1)
         changes = self._deferred_changes(columns, plains)
+        wide = self._widened(columns)
         narrowed = self._narrow(columns, numel)
-        joins = can_run_as_lists(app) and target is None
+        joins = can_run_as_lists(app) and target is None and not wide
         shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
         func = computes(app, session_of(self.entries[0]).config.steps_by_kernels)
         compute = Chunked(
-            func, spec, places, len(columns), target is not None, changes, narrowed, joins
+            func, spec, places, len(columns), target is not None, changes, narrowed, joins, wide
         )
-        how = func, spec, places, target is None, changes, narrowed, joins
+        how = func, spec, places, target is None, changes, narrowed, joins, wide
         self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
-        return Row(numel, tuple(columns), tuple(plains), compute)
+        return Row(numel, tuple(columns), tuple(plains), compute, len(narrowed.pairs))
 
     def _partition_of(self, leaves: Sequence[Any]) -> Partition | None:
         """How all tiered operands of a row are divided over ranks; None, if they are not."""
@@ -191,6 +205,11 @@ class StreamedCall:
                 self.changing.append((entry, entry.deferred, column.writes))
         return tuple(changes)
 
+    def _widened(self, columns: Sequence[Column]) -> "Widened":
+        """Which operands rest narrow, and the dtypes that they are of."""
+        rests = ((n, self.entries[column.entry].narrow) for n, column in enumerate(columns))
+        return tuple((n, cast.dtype) for n, cast in rests if cast is not None)
+
     def _narrow(self, columns: list[Column], numel: int) -> CopyCasts:
         """Low-precision copies of what the row writes are written along; adds to `columns`."""
         pairs = []
@@ -208,12 +227,16 @@ class StreamedCall:
 
     def _column(self, leaf: Unbacked, writes: bool) -> Column:
         entry, layout = leaf.entry, leaf.entry_layout
-        if entry.on_device or any(c.layout.dtype != layout.dtype for c in entry.deferred):
+        others = any(c.layout.dtype != layout.dtype for c in entry.deferred)
+        if others or (entry.on_device and entry.narrow is None):
             # Changed in place, as anything there; or asked of other elements than pass by here.
             entry.store.deferrals.apply(entry)
-        column = column_of(entry, self.entry(entry), layout.dtype, writes=writes)
+        narrow = entry.narrow
+        dtype = layout.dtype if narrow is None else narrow.copy_dtype
+        column = column_of(entry, self.entry(entry), dtype, writes=writes)
         begin = layout.offset * layout.dtype.itemsize
-        return replace(column, begin=begin, eased=bool(entry.deferred))
+        # What is widened on its way is changed there, wherever it rests.
+        return replace(column, begin=begin, eased=bool(entry.deferred) and narrow is None)
 
 
 def signature_of(leaf: object) -> object:
@@ -262,6 +285,19 @@ def _apply_changes(
 
 # --- Computing ---
 
+Widened = tuple[tuple[int, torch.dtype], ...]
+"""Columns that rest narrow, and the dtypes that they are computed in."""
+
+
+def widened(values: Sequence[Any], columns: Widened) -> Sequence[Any]:
+    """The values of a chunk, with those of `columns` in the dtype that they are of."""
+    if not columns:
+        return values
+    found = [*values]
+    for column, dtype in columns:
+        found[column] = found[column].to(dtype)
+    return found
+
 
 @dataclass(frozen=True)
 class Chunked:
@@ -270,6 +306,7 @@ class Chunked:
     func      the op, or a kernel of ours in its place
     changes   deferred changes to apply before: (column, which plain is the operand, change)
     narrowed  casts to make afterwards
+    widened   columns that are narrower than they are computed with, and the dtypes of that
     in_lists  rows that differ in their operands only are computed in one call
     """
 
@@ -281,6 +318,7 @@ class Chunked:
     changes: tuple[tuple[int, int, Deferred], ...]
     narrowed: CopyCasts
     in_lists: bool
+    widened: Widened = ()
 
     def joins(self, other: object) -> bool:
         """Whether rows with these two computations may be computed in one call."""
@@ -317,6 +355,7 @@ class Chunked:
         )
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
+        values = widened(values, self.widened)
         for column, plain, change in self.changes:
             change.apply(values[column], values[self.columns + plain])
         leaves = []
@@ -489,8 +528,8 @@ def list_call(
             if entry.waits is not None:
                 if entry.waits is session_of(entry).noted_ops:
                     return None  # the op may be noted with those
-                entry.settle()  # before it is looked at where it rests
-            if entry.deferred or entry.copies:
+                entry.settle_updates()  # before it is looked at where it rests
+            if entry.deferred or entry.copies or entry.narrow is not None:
                 return None
             in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
             known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place))

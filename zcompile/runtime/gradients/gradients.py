@@ -7,7 +7,7 @@ parameter are added up first, and only their sum is added to what `.grad` held b
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf, leaf_of
+from zcompile.ir.schedule import Cast
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.torch_compat import (
     after_backward,
@@ -166,10 +167,21 @@ class Gradients:
         else:
             self.receive_tile(leaf, grad, offset, after)
 
+    def may_rest_narrow(self, leaf: Leaf) -> bool:
+        """Whether the next contribution of a leaf becomes its `.grad` as it is, so that it may rest
+        in the dtype it was made in: nobody adds to it, or looks at it on the way."""
+        param = accumulating_parameter(leaf)
+        if param is None:
+            return True
+        if param.grad is not None or _autograd_accumulates(param):
+            return False
+        return self._is_sole_contribution((current_pass(), leaf.key), param)
+
     def receive(self, leaf: Leaf, grad: Tensor, after: Sequence[Ticket] | None = None) -> None:
         """Receive one contribution to the gradient of the parameter that `leaf` stands for.
 
-        grad   any strides, on the compute device; not kept, not changed
+        grad   any strides, on the compute device; not kept, not changed; narrower than the
+               parameter only if it `may_rest_narrow`
         after  complete once `grad` is computed; None: mark compute here
         raises  Unsupported, if this is `torch.autograd.grad` and not `backward`
         """
@@ -406,10 +418,23 @@ class Gradients:
         self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]
     ) -> Tensor:
         """Store `grad` as the whole gradient of `param`; its norms are taken on the way."""
+        if grad.dtype.itemsize < param.dtype.itemsize:
+            return self._store_narrow(name, param, grad, after)
         entry, tiered = self._store_gradient(name, param, grad, after)
         with torch.no_grad():
             self._norms.note(entry, grad.detach())
         return tiered
+
+    def _store_narrow(
+        self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]
+    ) -> Tensor:
+        """As `_store_whole`, of a gradient that rests in the narrower dtype it was made in."""
+        entry = self._blank(name, param, grad.nbytes)
+        self._store.put(entry, flattened(grad).view(torch.uint8), after=[*after])
+        entry.rest_narrow(Cast(param.dtype, grad.dtype))
+        with torch.no_grad():
+            self._norms.note(entry, grad.detach().to(param.dtype))
+        return self._wrap(entry, replace(Layout.of(grad), dtype=param.dtype))
 
     def _collect(
         self, key: tuple[int, int], name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]

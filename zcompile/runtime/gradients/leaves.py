@@ -58,7 +58,7 @@ def in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
     grad = materialised(grad)
     if not Layout.of(param).dense:
         return grad.contiguous()
-    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+    if grad.stride() == param.stride():
         return grad
     made = torch.empty_strided(param.size(), param.stride(), dtype=grad.dtype, device=grad.device)
     return made.copy_(grad)

@@ -9,20 +9,20 @@ that stays becomes an entry in the memory that compute made it in.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from zcompile.ir.handles import Leaf
-from zcompile.ir.schedule import Schedule
+from zcompile.ir.schedule import Cast, Schedule
 from zcompile.ir.torch_compat import hooks_of, is_lazy
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
 from zcompile.runtime.live_memory import LiveStorage
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.resident import copy_dense
-from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.store.store import Entry, Store, as_they_rest
 from zcompile.runtime.tiers.base import Place
 
 
@@ -84,9 +84,13 @@ class DeviceGradients:
         device, staying = self._store.homes.device, schedule.staying
         for index in schedule.lone_gradients:
             leaf, stays = leaves[index], index in staying
-            if not (
-                stays or device.has_reserved(EntryRef(leaf.key, EntryRole.GRADIENT), leaf.nbytes)
-            ):
+            ref, cast = EntryRef(leaf.key, EntryRole.GRADIENT), schedule.narrow_gradients.get(index)
+            nbytes = leaf.nbytes
+            if cast is not None:
+                nbytes = nbytes // cast.dtype.itemsize * cast.copy_dtype.itemsize
+                if not (stays or device.has_reserved(ref, nbytes)):
+                    cast, nbytes = None, leaf.nbytes  # widened into its address, if that is wide
+            if not (stays or device.has_reserved(ref, nbytes)):
                 continue
             param = self._sole(leaf)
             if param is None or not (layout := Layout.of(param)).dense:
@@ -95,9 +99,12 @@ class DeviceGradients:
                 self._may_stay[leaf.key] = param
                 continue
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
-            made = self._store.create(f"{name}.grad", EntryKind.GRAD, layout.nbytes, of=leaf.key)
+            made = self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=leaf.key)
             assert made.on_device, "a reserved address that was free is not any more"
-            target = self._store.arena.view(made.place.extent.offset, layout)
+            bits = layout if cast is None else replace(layout, dtype=cast.copy_dtype)
+            target = self._store.arena.view(made.place.extent.offset, bits)
+            if cast is not None:
+                made.rest_narrow(cast)
             self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
 
     def targets(self, into: Sequence[int], leaves: Sequence[Leaf]) -> Sequence[Tensor]:
@@ -125,6 +132,8 @@ class DeviceGradients:
         if expected is None:
             return None
         target = expected.target
+        if grad.dtype.itemsize < target.dtype.itemsize and grad.stride() == target.stride():
+            grad = grad.to(target.dtype)
         if not _same_layout(grad, target):
             return None  # the entry dies with what is forgotten here
         self._received.append((leaf, expected))
@@ -137,6 +146,8 @@ class DeviceGradients:
         """Let a gradient stay in the memory it was made in, if that is its own; returns it then,
         else None."""
         layout = Layout.of(param)
+        if grad.dtype.itemsize < layout.dtype.itemsize:
+            layout = replace(layout, dtype=grad.dtype)
         own = grad.untyped_storage().nbytes() == grad.nbytes == layout.nbytes
         bits = grad.dtype == layout.dtype and not is_lazy(grad)
         if not (own and bits and grad.stride() == layout.stride):
@@ -155,9 +166,10 @@ class DeviceGradients:
         self._expected.clear()
         for leaf, expected in received:
             made = expected.entry
-            self._store.view_in_place(made, 0, made.nbytes, True, overwrites=True)
+            with as_they_rest([made]):
+                self._store.view_in_place(made, 0, made.nbytes, True, overwrites=True)
             with torch.no_grad():
-                self._norms.note(made, expected.target)
+                self._norms.note(made, expected.target.to(expected.param.dtype))
             self._came(leaf, expected.param, expected.grad)
 
     def _make_entry(self, found: _Staying) -> None:
@@ -172,9 +184,13 @@ class DeviceGradients:
         except BaseException:
             held.release(extent)
             raise
-        grad = self._wrap(made, found.layout)  # from here on the entry dies with it
+        layout, dtype = found.layout, found.param.dtype
+        if layout.dtype is not dtype:
+            made.rest_narrow(Cast(dtype, layout.dtype))
+            layout = replace(layout, dtype=dtype)
+        grad = self._wrap(made, layout)  # from here on the entry dies with it
         made.written()
-        self._norms.note(made, found.value)
+        self._norms.note(made, found.value.to(dtype))
         self._came(found.leaf, found.param, grad)
 
     def abandon(self) -> None:

@@ -37,26 +37,27 @@ class Tiers:
         self._grows = more_to_come
 
     def want(self, homes: Mapping[EntryRef, str]) -> None:
-        """Let gradients rest on these tiers from here on, as far as there is room."""
-        self._wanted = {ref: home for ref, home in homes.items() if ref.is_gradient}
+        """Let gradients, and low-precision copies, rest on these tiers from here on, as far as
+        there is room."""
+        self._wanted = {r: home for r, home in homes.items() if r.is_gradient or r.is_copy}
 
     def reserve(
         self,
         name: str,
         kind: EntryKind,
         nbytes: int,
-        gradient: EntryRef | None = None,
+        ref: EntryRef | None = None,
         tier: str | None = None,
     ) -> Place:
-        """`gradient`: which it is, if it is one; `tier`: where it would best rest.
+        """`ref`: which gradient or copy it is, if it is one; `tier`: where it would best rest.
 
         raises  TierFull
         """
-        if gradient is not None and self.device.has_reserved(gradient, nbytes):
-            return Place(nbytes, self.device, self.device.take_reserved(gradient))
+        if ref is not None and self.device.has_reserved(ref, nbytes):
+            return Place(nbytes, self.device, self.device.take_reserved(ref))
         if kind is EntryKind.RESULT and (spare := self.device.spare(nbytes, name)) is not None:
             return Place(nbytes, self.device, spare)
-        wanted = tier if gradient is None else self._wanted.get(gradient)
+        wanted = tier if ref is None else self._wanted.get(ref)
         for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
             try:
                 extent = home.reserve(nbytes, name)

@@ -43,7 +43,9 @@ def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
     ready = store._mover.are_ready(entry.place for entry in entries)
     extents = [
         e.place.extent
-        if yes and e.place.tier.on_device and not (e.unset or e.deferred or e.sources or e.waits)
+        if yes
+        and e.place.tier.on_device
+        and not (e.unset or e.deferred or e.sources or e.waits or e.narrow)
         else None
         for e, yes in zip(entries, ready, strict=True)
     ]
@@ -162,7 +164,14 @@ def refresh_copies(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy)
     raises  ParameterChanged, if what an entry took its values from was written since: who uses a
             copy uses the entry
     """
-    for index, wanted in schedule.casts:
-        check_sources(entries[index])
-        if not is_fresh(entries[index], wanted):
-            make(entries[index], wanted)
+    for index, wanted in (*schedule.casts, *((c.entry, c.cast) for c in schedule.copies)):
+        entry = entries[index]
+        entry.settle()  # what waits to be written of it is written first
+        check_sources(entry)
+        if not is_fresh(entry, wanted):
+            make(entry, wanted)
+
+
+def copies_of(schedule: Schedule, entries: Sequence[Entry]) -> tuple[Entry, ...]:
+    """The copies that a call names beside `entries`, those of its handles."""
+    return tuple([entries[c.entry].copies[c.cast.copy_dtype][0] for c in schedule.copies])

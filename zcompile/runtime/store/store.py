@@ -13,7 +13,8 @@ since the store applies it first.
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -26,6 +27,7 @@ from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
 from zcompile.ir.partition import Partition, partition_of
+from zcompile.ir.schedule import Cast
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
@@ -87,6 +89,9 @@ class Changing(Protocol):
     def settle(self) -> None:
         """Its bytes are about to be used."""
 
+    def settle_updates(self) -> None:
+        """What waits of it is to be computed."""
+
 
 E = TypeVar("E", bound=Changing)
 
@@ -103,7 +108,7 @@ class Deferrals(Generic[E]):
 
     def defer(self, entry: E, change: Deferred) -> None:
         """Note a change, to be applied before the entry is read, or by whoever reads it."""
-        entry.settle()
+        entry.settle_updates()  # a change is made of what is widened on its way
         entry.deferred = (*entry.deferred, change)
         entry.version += 1
         self._waiting[entry.key] = entry
@@ -159,6 +164,8 @@ class Entry:
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
     norms    what was measured of it: how -> (version, layout, result)
     tiles    and of its tiles: offset -> (elements, how -> result)
+    narrow   its bytes rest in the narrower `copy_dtype`, in which each value is what it is; None:
+             they are `nbytes`. Who uses it without saying so finds it widened (`settle`)
     """
 
     def __init__(
@@ -167,7 +174,7 @@ class Entry:
         kind: EntryKind,
         place: Place,
         unset: bool,
-        of: int | None,
+        ref: EntryRef | None,
         partition: Partition | None = None,
     ) -> None:
         self.key = handles.new_key()
@@ -177,7 +184,7 @@ class Entry:
         self.store = store
         self.place = place
         self.unset = unset
-        self.ref = EntryRef(self.key) if of is None else EntryRef(of, EntryRole.GRADIENT)
+        self.ref = EntryRef(self.key) if ref is None else ref
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.shown: object = None
@@ -187,6 +194,7 @@ class Entry:
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
+        self.narrow: Cast | None = None
         self.tie: Tie | None = None
         """Tells that the storage of the handle has died."""
 
@@ -219,9 +227,22 @@ class Entry:
         self.waits = waits
 
     def settle(self) -> None:
-        """Its bytes are about to be used: what waits and has to do with them is computed first."""
+        """Its bytes are about to be used: what waits and has to do with them is computed first, and
+        they are of the dtype that they are used in."""
         if self.waits is not None:
             self.waits.settle()
+        if self.narrow is not None:
+            self.store.widen(self)
+
+    def settle_updates(self) -> None:
+        """As `settle`, for who reads the bytes as they rest, narrow or not."""
+        if self.waits is not None:
+            self.waits.settle()
+
+    def rest_narrow(self, cast: Cast) -> None:
+        """Its bytes, of a new entry, are to be those of a narrower dtype."""
+        self.narrow = cast
+        self.nbytes *= cast.dtype.itemsize // cast.copy_dtype.itemsize
 
     def rename(self, name: str) -> None:
         self.place.rename(name)
@@ -271,6 +292,19 @@ class Entry:
 
     def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
         self.store.take_gradient(self, grad, offset)
+
+
+@contextmanager
+def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
+    """Within, entries are what their bytes are: of those that rest narrow, narrow ones."""
+    narrow = [(entry, entry.narrow, entry.nbytes) for entry in entries if entry.narrow is not None]
+    for entry, _, _ in narrow:
+        entry.narrow, entry.nbytes = None, entry.place.nbytes
+    try:
+        yield
+    finally:
+        for entry, cast, nbytes in narrow:
+            entry.narrow, entry.nbytes = cast, nbytes
 
 
 # --- The store ---
@@ -354,6 +388,7 @@ class Store:
         *,
         unset: bool = False,
         of: int | None = None,
+        copy_of: int | None = None,
         tier: str | None = None,
         at: Place | None = None,
         partition: Partition | None = None,
@@ -361,13 +396,16 @@ class Store:
         """Create a new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
 
         `of`: key of the parameter that it is the gradient of, or of its own handle (`Share`).
+        `copy_of`: key of the parameter of which it is a low-precision copy.
         `partition`: `nbytes` are those of this rank's share.
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
         """
         self.enter(name)
-        gradient = None if of is None else EntryRef(of, EntryRole.GRADIENT)
-        place = at or self.homes.reserve(name, kind, nbytes, gradient, tier)
-        entry = Entry(self, kind, place, unset, of, partition)
+        ref = None if of is None else EntryRef(of, EntryRole.GRADIENT)
+        if copy_of is not None:
+            ref = EntryRef(copy_of, EntryRole.COPY)
+        place = at or self.homes.reserve(name, kind, nbytes, ref, tier)
+        entry = Entry(self, kind, place, unset, ref, partition)
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry
@@ -393,6 +431,41 @@ class Store:
                 part = like.entry.partition
         nbytes = layout.nbytes if part is None else part.count * layout.dtype.itemsize
         return self.create(name, kind, nbytes, unset=unset, partition=part)
+
+    @uninterrupted
+    def widen(self, entry: Entry) -> None:
+        """Let an entry that rests in a narrower dtype rest in its own: somebody uses its bytes.
+
+        raises  TierFull, and what a transfer raises; then it rests as it did
+        """
+        cast, old, version, deferred = entry.narrow, entry.place, entry.version, entry.deferred
+        assert cast is not None, "it rests narrow"
+        with as_they_rest([entry]):
+            entry.defer_only(())
+            try:
+                raw = self.read_here(entry)
+            finally:
+                entry.defer_only(deferred)
+        entry.place = self.homes.reserve(entry.name, entry.born, entry.nbytes, entry.ref)
+        entry.narrow = None
+        try:
+            wide = raw.view(cast.copy_dtype).to(cast.dtype).view(torch.uint8)
+            self.put(entry, wide).wait()
+        except BaseException:
+            entry.place, failed, entry.narrow = old, entry.place, cast
+            self.homes.left(failed, entry.born)
+            self._mover.free(failed)
+            raise
+        finally:
+            entry.defer_only(deferred)
+            entry.kept_value(version)
+        self.homes.left(old, entry.born)
+        self._mover.free(old)
+
+    def drop_copies(self, entry: Entry) -> None:
+        """Keep no copies of an entry in other dtypes any more; nothing of them is in flight."""
+        self._dead.extend(copy.key for copy, _ in entry.copies.values())
+        entry.copies.clear()
 
     def handle(self, entry: Entry) -> Tensor:
         """The handle of a new entry, which is freed when the last use of its handle has died."""
@@ -444,7 +517,7 @@ class Store:
         place, tier = entry.place, entry.place.tier
         if tier.on_device or not (tier.in_memory and self.reaches_host):
             return tier.on_device
-        return sum(1 for _ in place.tier.pieces(place.extent, 0, entry.nbytes)) == 1
+        return sum(1 for _ in place.tier.pieces(place.extent, 0, place.nbytes)) == 1
 
     @uninterrupted
     def view_in_place(

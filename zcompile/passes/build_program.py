@@ -25,6 +25,7 @@ from zcompile.ir.schedule import (
     Register,
     Run,
     Schedule,
+    Share,
     Ticket,
 )
 from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase
@@ -242,7 +243,8 @@ class _Builder:
             lasting=not spec.activation,
             cast=_cast(spec, brings),
             start=first,
-            share=spec.share,
+            share=Share(*spec.share, len(self.waited)) if spec.share is not None else None,
+            gather=first,
         )
 
     def _reduce(self, node: fx.Node) -> None:
@@ -260,6 +262,7 @@ class _Builder:
             str(spec.name),
             departing_bytes(node, self.plan.params),
             shared=spec.shared,
+            share_nbytes=0 if spec.share is None else spec.share[1] - spec.share[0],
         )
         if at:
             (offset,) = at

@@ -16,6 +16,12 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 """The call that fetches are handed over to, and the instructions after which they start."""
 
 
+def crossing_bytes(x: Effects, ranks: int) -> int:
+    """Bytes of a collective that come to one of so many ranks from the others: of each its share,
+    or all of what each of them has made."""
+    return x.nbytes * (ranks - 1) // (1 if x.each else ranks)
+
+
 class LinkPaths:
     """The links of each transfer of one step on one machine.
 
@@ -120,6 +126,28 @@ class LinkPaths:
         if more and home == DISK:
             return self._sim_transfer(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
         return self._leaving(home, moved, adds=more)
+
+    def collective(self, x: Effects) -> SimTransfer:
+        """What one rank gets from all others, in a ring: over the slowest way between two of them.
+
+        An agreement takes the latency of that way.
+        """
+        ranks, way = self._machine.ranks, self._between_ranks()
+        if way is None:
+            return SimTransfer(0)
+        if x.is_agreement:
+            return SimTransfer(0, seconds=way.latency_s)
+        nbytes = crossing_bytes(x, ranks)
+        return SimTransfer(nbytes, (way,), 1, disk_nbytes=nbytes)
+
+    def _between_ranks(self) -> Link | None:
+        """The slowest link that a ring over all ranks passes; None: one rank is all."""
+        if self._machine.ranks == 1:
+            return None
+        used = {"rank_to_rank": self._machine.ranks_per_node > 1}
+        used["node_to_node"] = self._machine.nodes > 1
+        found = [self._link(name) for name, passed in used.items() if passed]
+        return min(found, key=lambda link: link.bytes_per_s)
 
     def totals(self, transfers: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""

@@ -104,7 +104,8 @@ def plan_of(
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
     late = with_late_step(step, session.device.chunk_bytes) if session.may_update_late else None
-    return demand_of(step if late is None else late.step, costs.region_seconds, together=True)
+    whole = step if late is None else late.step
+    return demand_of(whole, costs.region_seconds, together=True, machine=costs.machine)
 
 
 def whole_room(session: Session) -> Room:

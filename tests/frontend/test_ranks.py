@@ -13,6 +13,8 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import ConfigInvalid, ModelWrapped, Unsupported
+from zcompile.machine.files import find
+from zcompile.machine.model import with_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -190,11 +192,11 @@ def test_a_script_that_ends_with_an_error_tells_the_other_ranks(tmp_path):
     assert "Signal" in ran.stdout or told, ran.stdout
 
 
-def test_a_plan_says_that_it_is_of_one_rank():
+def test_a_plan_says_that_it_is_of_one_rank_of_several():
     model, inputs = nn.Linear(8, 8, device="meta"), torch.empty(4, 8, device="meta")
     report = zcompile.plan(model, inputs, machine="h200-node")
     assert report.to_dict()["ranks"] == report.ranks == 8
-    assert "the machine has 8 ranks, of which one trains the whole model by itself" in str(report)
+    assert "one of 8 ranks that train the model together" in str(report)
     alone = zcompile.plan(model, inputs, machine="desktop-24gb")
     assert alone.ranks == 1
     assert "rank" not in str(alone)
@@ -214,4 +216,44 @@ def test_zinf_plan_says_that_it_is_of_one_rank(sweep, zinf):
         *sweep,
     )
     assert code == 0
-    assert "the machine has 8 ranks, of which one" in out
+    assert "one of 8 ranks" in out
+
+
+def planned(ranks):
+    """The plan of one of so many ranks, of a model with two large weights and small ones."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to("meta")
+    machine = with_ranks(find("h200-node"), ranks)
+    return zcompile.plan(model, torch.empty(4, 256, device="meta"), machine=machine)
+
+
+def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
+    weights, small = 2 * 256 * 512 * 4, (256 + 512) * 4
+    for ranks in (1, 2, 8):
+        report = planned(ranks)
+        rests = sum(row.weights + row.gradients + row.states for row in report.tiers)
+        kept = report.staying_bytes  # gradients, where nothing is exchanged
+        assert rests + kept == 4 * (weights // ranks + small), "with gradients and two moments"
+        crosses = {row.link: row.nbytes for row in report.links}.get("rank_to_rank", 0)
+        # The second weight is read in backward too; each gradient is exchanged.
+        gathered, exchanged = weights + weights // 2, weights
+        assert crosses == (gathered + exchanged) * (ranks - 1) // ranks + small * (ranks - 1)
+        assert report.bound_seconds <= report.step_seconds
+
+
+def test_zinf_plan_takes_a_number_of_ranks(zinf):
+    words = "plan", "small_models:mlp", "--shape", "8", "--host", "8GiB", "--machine"
+    code, out, _ = zinf(*words, "h200-node", "--ranks", "2")
+    assert code == 0
+    assert "one of 2 ranks" in out
+    assert "rank" not in zinf(*words, "h200-node", "--ranks", "1")[1]
+    for machine, ranks, says in (
+        ("h200-node", "12", "do not fill nodes of ranks_per_node=8"),
+        ("desktop-24gb", "2", "add links.rank_to_rank"),
+        ("h200-node", "0", "is no number of ranks"),
+    ):
+        code, _, err = zinf(*words, machine, "--ranks", ranks)
+        assert code
+        assert says in err
+    code, _, err = zinf("plan", "transformer:layers=2,hidden=64,heads=2", "--ranks", "2")
+    assert code
+    assert "ranks=2 goes with the plan of a model alone" in err

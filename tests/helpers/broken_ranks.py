@@ -9,14 +9,18 @@ from zcompile.ir.schedule import (
     Agree,
     EntryIndex,
     Exchange,
+    ExchangeBucket,
     Fetch,
     Gather,
     Instruction,
+    LateChunk,
+    Piece,
     Reduce,
     Register,
     Run,
     Schedule,
     Slot,
+    Store,
     Ticket,
 )
 from zcompile.ir.types import Layout, Phase
@@ -73,15 +77,121 @@ BACKWARD: tuple[Instruction, ...] = (
 """Two weights are gathered, read one after the other, and their gradients exchanged."""
 
 
-def of_rank(rows: tuple[Instruction, ...]) -> Schedule:
-    return schedule(*rows, phase=Phase.BACKWARD)
+def of_rank(rows: tuple[Instruction, ...], phase: Phase = Phase.BACKWARD) -> Schedule:
+    outputs = (Register(8),) if phase is Phase.FORWARD else ()
+    return schedule(*rows, phase=phase, outputs=outputs)
 
 
 def _but(at: int, *instead: Instruction) -> Schedule:
     return of_rank((*BACKWARD[:at], *instead, *BACKWARD[at + 1 :]))
 
 
+def small(value: int, entry: int, name: str, *after: int) -> Reduce:
+    row = Reduce(Register(value), EntryIndex(entry), tuple(map(Ticket, after)), True, name, 64)
+    return replace(row, shared=True, bucketed=True)
+
+
+def bucket(ticket: int, *after: int, entries: tuple[int, ...] = (2, 3)) -> ExchangeBucket:
+    pieces = tuple(Piece(EntryIndex(entry), 64) for entry in entries)
+    return ExchangeBucket(pieces, Ticket(ticket), tuple(map(Ticket, after)))
+
+
+BUCKETED: tuple[Instruction, ...] = (
+    Agree(Ticket(0), "backward"),
+    computed(0, out=(1, 4), ticket=1),
+    small(1, 2, "b", 1),
+    exchange(4, 10, 0, 2, "w", 0, 1),
+    home(4, 10, 0, "w", 1, 2),
+    computed(0, out=(5,), ticket=3),
+    small(5, 3, "c", 3),
+    bucket(4, 3),
+)
+"""The gradients of two small entries cross together, beside that of a large one."""
+
+
+def own(slot: Slot, ticket: int, register: int, name: str = "w") -> Instruction:
+    half = Layout((128,), (1,), 0, torch.float32)
+    return replace(wait(slot, ticket, register, half), name=name, offset=512)
+
+
+def updated(register: int, ticket: int, update: int = 0) -> Run:
+    return Run(NOTHING, (register,), (), (), ticket, late=LateChunk(update, 0, 128))  # type: ignore[arg-type]
+
+
+def stored(slot: Slot, ticket: int, entry: int, name: str, *after: int) -> Store:
+    return Store(EntryIndex(entry), 0, 512, slot, Ticket(ticket), after, name, 512)  # type: ignore[arg-type]
+
+
+LATE: tuple[Instruction, ...] = (
+    Agree(Ticket(0), "forward"),
+    share(WIDE, 1, 0, "w"),
+    own(WIDE, 1, 5),
+    updated(5, 2),
+    stored(WIDE, 3, 0, "w", 2),
+    share(NEXT, 4, 1, "v"),
+    gather(WIDE, 5, 0, "w", 0, 1, 2),
+    own(NEXT, 4, 6, "v"),
+    updated(6, 6, 1),
+    stored(NEXT, 7, 1, "v", 6),
+    gather(NEXT, 8, 1, "v", 4, 6),
+    whole(WIDE, 5, 1),
+    computed(0, 1, out=(7,)),
+    free(WIDE, 1),
+    whole(NEXT, 8, 3, "v"),
+    computed(7, 3, out=(8,)),
+    free(NEXT, 3),
+)
+"""The shares of two weights are updated, each before it is gathered, and then read."""
+
+
+def _late(at: int, *instead: Instruction) -> Schedule:
+    return of_rank((*LATE[:at], *instead, *LATE[at + 1 :]), Phase.FORWARD)
+
+
 BROKEN_RANKS = {
+    "a gather that does not wait for the late update": (
+        lambda: _late(6, gather(WIDE, 5, 0, "w", 0, 1)),
+        "the gather of 'w' does not wait for the compute that reads 'w' in the same bytes",
+    ),
+    "a late update that is not stored": (
+        lambda: of_rank((*LATE[:4], *LATE[5:]), Phase.FORWARD),
+        "'w' is gathered, and its late update was not sent home",
+    ),
+    "a late update of what was gathered": (
+        lambda: of_rank((*LATE[:3], LATE[6], LATE[3], *LATE[4:6], *LATE[7:]), Phase.FORWARD),
+        "it waits for ticket 2, which nothing before it gives out",
+    ),
+    "a late update behind the gather": (
+        lambda: of_rank(
+            (*LATE[:3], gather(WIDE, 5, 0, "w", 0, 1), LATE[3], *LATE[4:6], *LATE[7:]),
+            Phase.FORWARD,
+        ),
+        "'w' is updated after it is gathered",
+    ),
+    "a share that is read while it is gathered": (
+        lambda: of_rank((*LATE[:7], computed(0, 5), *LATE[7:]), Phase.FORWARD),
+        "'w' is computed with while it is gathered",
+    ),
+    "a share that is read beyond its end": (
+        lambda: _late(2, replace(own(WIDE, 1, 5), offset=256)),
+        "'w' reads 512 bytes from 256 on, and only its share, 512 to 1024, was brought",
+    ),
+    "a store of more than the share": (
+        lambda: _late(4, replace(LATE[4], nbytes=1024, offset=0)),
+        "'w' reads 1024 bytes of it, and only its share, 512 to 1024, was brought",
+    ),
+    "a small gradient that is not exchanged": (
+        lambda: of_rank(BUCKETED[:-1]),
+        "2 gradients stay in the bucket: they never go home",
+    ),
+    "a bucket with another order of gradients": (
+        lambda: of_rank((*BUCKETED[:-1], bucket(4, 3, entries=(3, 2)))),
+        "what is exchanged is not what was put into the bucket",
+    ),
+    "a bucket that leaves too early": (
+        lambda: of_rank((*BUCKETED[:-1], bucket(4, 1))),
+        "the bucket leaves before what is in it was computed",
+    ),
     "a collective that nobody can wait for": (
         lambda: _but(4, replace(BACKWARD[4], ticket=None)),
         "nobody can wait for the gather of 'v'",
@@ -144,7 +254,7 @@ BROKEN_RANKS = {
     ),
     "a weight of which only a share is there": (
         lambda: of_rank((BACKWARD[0], BACKWARD[1], whole(WIDE, 1, 1), free(WIDE, 1))),
-        "'w' reads 1024 bytes of 0 that were brought",
+        "'w' reads 1024 bytes of it, and only its share, 512 to 1024, was brought",
     ),
     "a share between two multiples": (
         lambda: _but(1, replace(BACKWARD[1], offset=256)),

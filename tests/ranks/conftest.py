@@ -3,7 +3,18 @@
 from collections.abc import Iterator
 
 import pytest
+import torch
 from rank_pool import RankPool
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """What ranks are compared with computes with as many threads as each of them: sums of matmuls
+    are not the same with more."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

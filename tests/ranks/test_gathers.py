@@ -15,14 +15,14 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.executor import _Call
 
 
-def test_a_gather_waits_for_what_still_reads_any_byte_that_it_fills():
+def test_a_gather_waits_for_what_still_reads_bytes_that_it_fills():
     """A store of the optimizer's step may still read where the shares of others will lie."""
     arena = torch.arange(4096, dtype=torch.uint8)
     asked, given_over = [], []
 
     def readers(target):
-        asked.append((target.data_ptr() - arena.data_ptr(), target.numel()))
-        return ["a store of an earlier call"]
+        asked.append((target.storage_offset(), target.numel()))
+        return ["a store of an earlier call"] if target.numel() else []
 
     call = SimpleNamespace(
         begun="begun",
@@ -33,13 +33,16 @@ def test_a_gather_waits_for_what_still_reads_any_byte_that_it_fills():
         entries=[SimpleNamespace(name="w")],
         tickets={},
         _after=lambda tickets: [f"ticket {t}" for t in tickets],
-        _fabric=SimpleNamespace(gather=lambda *args: given_over.append(args) or "promise"),
+        _fabric=SimpleNamespace(
+            gather=lambda *args: given_over.append(args) or "promise",
+            share_of=lambda whole: (0, whole.numel() // 2),
+        ),
     )
     gather = Gather(EntryIndex(0), 2048, Slot(1024, 2048), Ticket(7), (Ticket(3),), "w")
     _Call._gather(call, gather)
     ((whole, name, after),) = given_over
     assert (whole.numel(), name) == (2048, "w")
-    assert asked == [(1024, 2048)]
+    assert asked == [(1024, 0), (2048, 1024)], "its own share may still be stored from there"
     assert after == ["begun", "ticket 3", "a store of an earlier call"]
     assert call.tickets == {7: "promise"}
 

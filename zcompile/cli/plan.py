@@ -29,7 +29,7 @@ from zcompile.cli.sweep import swept
 from zcompile.errors import BudgetExceeded, ConfigInvalid, Running
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.ir.units import Bytes
-from zcompile.machine.model import with_tier
+from zcompile.machine.model import with_ranks, with_tier
 
 SEQUENCE = 1024
 """Tokens of a sample, if neither the options nor the model say."""
@@ -235,6 +235,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="passes per optimizer step; default 1",
     )
     parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="so many ranks train the model together, of which one is planned; default: those of "
+        "the machine",
+    )
+    parser.add_argument(
         "--sweep",
         metavar="TIER=FROM..TO[:STEPS]",
         help="the step for sizes of a tier, as device=8GiB..80GiB:10",
@@ -256,10 +263,16 @@ def plan(args: argparse.Namespace) -> Answer:
     raises  ConfigInvalid (usage), and what `zcompile.plan` raises
     """
     check_plot(args.plot)
+    by_shapes = args.paper is not None or (args.model or "").startswith(PREFIX)
+    if args.ranks is not None and (args.fit or by_shapes):
+        why = (
+            "goes with the plan of a model alone; --fit is of one rank, and what is reckoned from "
+        )
+        raise ConfigInvalid("ranks", args.ranks, why + "shapes takes the ranks of its --machine")
     if args.fit:
         return fit_answer(args)
     args = argparse.Namespace(**{**vars(args), "machine": _one(args.machine)})
-    if args.paper is not None or (args.model or "").startswith(PREFIX):
+    if by_shapes:
         return scale_answer(args)
     with gc_paused():  # also while torch and transformers are imported
         return _walked(args)
@@ -277,6 +290,8 @@ def _walked(args: argparse.Namespace) -> Answer:
     from zcompile.planner.report import note_of_ranks
 
     terms = plan.terms_of(Config(**_budgets(args)), args.machine)
+    if args.ranks is not None:
+        terms = terms.on(with_ranks(terms.machine, args.ranks))
     if args.disk_bytes is not None:
         terms = terms.on(with_tier(terms.machine, "disk", read_size("disk-bytes", args.disk_bytes)))
     model = find_model(args.model)

@@ -335,16 +335,12 @@ def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Sessio
     try:
         config = config_of_rank(config, fabric)
         disks = config.disk if isinstance(config.disk, tuple) else ()
+        others = STAYING if config.stays_because else PLANNING
         made = open_owned(
-            lambda: Session(config, STAYING, opening, fabric), tuple(Path(p) for p in disks)
+            lambda: Session(config, others, opening, fabric), tuple(Path(p) for p in disks)
         )
         agree_on(config, made.device_budget, fabric)
-        log.info(
-            "rank %d of %d holds a share of each tensor; entries stay where they are put first: "
-            "steps of several ranks are not planned yet",
-            fabric.rank,
-            fabric.size,
-        )
+        log.info("rank %d of %d holds a share of each tensor", fabric.rank, fabric.size)
     except BaseException as error:
         fabric.failed_here(error)
         fabric.close()

@@ -133,8 +133,9 @@ class StepController(Rescheduling):
         """Whether low-precision copies may be kept."""
         self._narrow_serials: frozenset[int] = frozenset()
         """Of the schedules that read such copies."""
-        self._evicted_in, self._may_stay = -1, True
-        """The last step in which gradients that stayed had to go home; whether any may stay."""
+        self._evicted_in, self._may_stay = -1, session.fabric is None
+        """The last step in which gradients that stayed had to go home; whether any may stay, which
+        ranks exchange instead."""
 
     def handle(self, event: Event) -> None:
         """Do what `TRANSITIONS` says. An event that it does not name in this state is ignored.

@@ -11,6 +11,7 @@ from zcompile.frontend.rescheduling import lead_of
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, EntryRef
 from zcompile.machine.cost import Costs
+from zcompile.machine.model import Link, Machine
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
@@ -30,6 +31,7 @@ from zcompile.planner.step_plan import (
 )
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import working
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import Session
 
 HOLES = 512
@@ -40,7 +42,17 @@ disk, if there is one; that costs no more than to leave its size over for good."
 def costs_of(session: Session) -> Costs:
     """Costs of this machine, and of what ran on it."""
     machine = machine_for(session.config, session.device)
+    if session.fabric is not None:
+        machine = _with_ranks(machine, session.fabric)
     return session.executor.clocks.costs(machine, session.ways())
+
+
+def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:
+    """A machine as one of the ranks of a fabric has it: with the link between them, at the rate
+    that collectives have had, unless the machine says one."""
+    links = dict(machine.links)
+    links.setdefault("rank_to_rank", Link("rank_to_rank", fabric.bytes_per_s()))
+    return replace(machine, links=links, ranks=fabric.size, ranks_per_node=fabric.size)
 
 
 def seconds_at(costs: Costs) -> Seconds:
@@ -103,7 +115,8 @@ def plan_of(
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
     late = with_late_step(step, session.device.chunk_bytes) if session.may_update_late else None
-    return demand_of(step if late is None else late.step, costs.region_seconds, together=True)
+    whole = step if late is None else late.step
+    return demand_of(whole, costs.region_seconds, together=True, machine=costs.machine)
 
 
 def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:

@@ -92,6 +92,13 @@ class HomeAccess(NamedTuple):
         return self.end - self.begin
 
 
+class Piece(NamedTuple):
+    """A gradient in a bucket, in which those of small entries cross together."""
+
+    entry: EntryIndex
+    nbytes: int
+
+
 class Effects(NamedTuple):
     """All that others need to know of an instruction.
 
@@ -104,9 +111,10 @@ class Effects(NamedTuple):
     defines       registers that get a value
     takes         slot that is taken from here on
     gives_back    slot that is not taken any more; registers over it are forgotten
-    reads_slot    taken slot of which it reads the first `nbytes`
+    reads_slot    taken slot of which it reads `nbytes`: the first, or those from `slot_begin` on
     writes_slot   taken slot of which it writes `nbytes`: the first, or those from `slot_begin` on
-    views         taken slot over whose first `nbytes` the registers lie that it defines
+    views         taken slot over `nbytes` of which the registers lie that it defines: the first,
+                  or those from `slot_begin` on
     home          bytes of an entry
     after         tickets that it waits for: a transfer starts, or compute goes on, once these are
                   complete
@@ -115,8 +123,10 @@ class Effects(NamedTuple):
     lets_go       bytes that were live since a call before, outside the arena, and are not any more
     into          entries whose whole gradients are the registers that its region places
     nodes         nodes of the graph whose values the registers in `defines` get
-    slot_begin    first byte of `writes_slot` that it writes
+    slot_begin    first byte that it writes of `writes_slot`, reads of `reads_slot`, or views
     fills         `writes_slot` has all its bytes afterwards, with those that were written before
+    each          every rank gets all `nbytes` of each rank, and not only a share
+    bucket        gradients that it puts into the bucket of the call, or that cross with it
     """
 
     kind: str
@@ -141,11 +151,23 @@ class Effects(NamedTuple):
     nodes: tuple[str, ...] = ()
     slot_begin: int = 0
     fills: bool = False
+    each: bool = False
+    bucket: tuple[Piece, ...] = ()
 
     @property
     def is_collective(self) -> bool:
         """Whether all ranks take part in it."""
         return self.lane is FABRIC
+
+    @property
+    def updates(self) -> bool:
+        """Whether it computes a late update."""
+        return self.region is not None and not self.changes_live
+
+    @property
+    def is_agreement(self) -> bool:
+        """Whether it is a collective that moves nothing."""
+        return self.is_collective and not (self.fills or self.defines or self.bucket)
 
     @property
     def is_transfer(self) -> bool:

@@ -27,6 +27,7 @@ from zcompile.ir import ops
 from zcompile.ir.effects import COPY, FABRIC, GRADIENT, IN, NEW, OUT, Effects, HomeAccess
 from zcompile.ir.effects import EntryIndex as EntryIndex
 from zcompile.ir.effects import Instruction as Instruction
+from zcompile.ir.effects import Piece as Piece
 from zcompile.ir.effects import Register as Register
 from zcompile.ir.effects import Slot as Slot
 from zcompile.ir.effects import Ticket as Ticket
@@ -152,6 +153,7 @@ class Exchange:
               has arrived
     register  becomes the parts of all ranks
     nbytes    of the gradient
+    each      every rank gets all of it, and not only a share
     """
 
     value: Register
@@ -161,6 +163,7 @@ class Exchange:
     ticket: Ticket
     after: tuple[Ticket, ...] = ()
     name: str = ""
+    each: bool = False
 
     @cached_property
     def effects(self) -> Effects:
@@ -173,18 +176,53 @@ class Exchange:
             defines=(self.register,),
             after=self.after,
             ticket=self.ticket,
+            each=self.each,
+        )
+
+
+@dataclass(frozen=True)
+class ExchangeBucket:
+    """Start giving every rank the gradients of small entries of all ranks, which these have put
+    into their buckets.
+
+    pieces  what is in there, in order
+    """
+
+    pieces: tuple[Piece, ...]
+    ticket: Ticket
+    after: tuple[Ticket, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @cached_property
+    def effects(self) -> Effects:
+        return Effects(
+            "exchange",
+            f"{len(self.pieces)} small gradients",
+            FABRIC,
+            self.nbytes,
+            after=self.after,
+            ticket=self.ticket,
+            each=True,
+            bucket=self.pieces,
         )
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Let compute wait for a fetch; `register` becomes a tensor of `layout` over the slot."""
+    """Let compute wait for a fetch; `register` becomes a tensor of `layout` over the slot.
+
+    offset  first byte of the slot that the tensor lies over: of a share that is used by itself
+    """
 
     ticket: Ticket
     slot: Slot
     layout: Layout
     register: Register
     name: str = ""
+    offset: int = 0
 
     @cached_property
     def effects(self) -> Effects:
@@ -195,6 +233,7 @@ class Wait:
             defines=(self.register,),
             views=self.slot,
             after=(self.ticket,),
+            slot_begin=self.offset,
         )
 
 
@@ -277,6 +316,9 @@ class Reduce:
             of ranks
     shared  all ranks take part, so that it is to be exchanged before (`passes/lower.py`)
     cast    it is narrower than its parameter, whose dtype is `cast.dtype`, and exact as it is
+    share_nbytes  of the `nbytes`, those that go home on this rank, if it holds a share; 0: all
+    bucketed  it is put into the bucket of the call, and goes home once an `ExchangeBucket` has
+              exchanged all that is in there
     """
 
     value: Register
@@ -291,6 +333,8 @@ class Reduce:
     parts: Register | None = None
     shared: bool = False
     cast: Cast | None = None
+    share_nbytes: int = 0
+    bucketed: bool = False
 
     @cached_property
     def effects(self) -> Effects:
@@ -305,7 +349,7 @@ class Reduce:
             home=HomeAccess(
                 self.entry,
                 self.begin,
-                self.begin + self.nbytes,
+                self.begin + (self.share_nbytes or self.nbytes),
                 writes=True,
                 role=GRADIENT,
                 in_place=self.stays,
@@ -313,13 +357,17 @@ class Reduce:
             ),
             after=self.after,
             changes_live=True,
+            bucket=(Piece(self.entry, self.nbytes),) if self.bucketed else (),
         )
 
 
 @dataclass(frozen=True)
 class Store:
     """Start moving the bytes of a slot, which an update has written, to [begin, begin + nbytes) of
-    an entry."""
+    an entry.
+
+    offset  first byte of the slot that is read: of a share
+    """
 
     entry: EntryIndex
     begin: int
@@ -328,6 +376,7 @@ class Store:
     ticket: Ticket
     after: tuple[Ticket, ...] = ()
     name: str = ""
+    offset: int = 0
 
     @cached_property
     def effects(self) -> Effects:
@@ -340,6 +389,7 @@ class Store:
             home=HomeAccess(self.entry, self.begin, self.begin + self.nbytes, writes=True),
             after=self.after,
             ticket=self.ticket,
+            slot_begin=self.offset,
         )
 
 
@@ -557,10 +607,16 @@ class Schedule:
 
     @cached_property
     def collectives(self) -> tuple[tuple[str, int, int], ...]:
-        """What crosses between ranks, kind by kind in order: kind, entry, bytes."""
-        kinds = (Gather, Exchange)
-        rows = (x for kind in kinds for x in self.instructions if isinstance(x, kind))
-        return tuple((x.effects.kind, int(x.entry), x.nbytes) for x in rows)
+        """What crosses between ranks, kind by kind in order: kind, entry, bytes; of a bucket piece
+        by piece."""
+        gathers = [x for x in self.instructions if isinstance(x, Gather)]
+        rows = [("gather", int(x.entry), x.nbytes) for x in gathers]
+        for x in self.instructions:
+            if isinstance(x, Exchange):
+                rows.append(("exchange", int(x.entry), x.nbytes))
+            elif isinstance(x, ExchangeBucket):
+                rows += [("bucket", int(piece.entry), piece.nbytes) for piece in x.pieces]
+        return tuple(rows)
 
     def regions(self) -> list[Region]:
         """What it computes, in order."""
@@ -673,6 +729,29 @@ class GradientOf(Literal):
     entry: EntryIndex
 
 
+class Share(NamedTuple):
+    """The bytes [begin, end) of a value that rest on this rank; the other ranks have the others.
+
+    order     of its gather among those of the graph: all ranks gather in it, whatever each of them
+              decides
+    register  over these bytes alone, for a late update of them, before they are gathered; None:
+              nobody updates them late
+    updated   region behind the last chunk of that update: the gather starts there or later
+    written   bytes that the update writes, from `begin` on
+    """
+
+    begin: int
+    end: int
+    order: int = 0
+    register: Register | None = None
+    updated: int = 0
+    written: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
 class ReadValue(NamedTuple):
     """A parameter, or an offloaded value, that regions read.
 
@@ -686,8 +765,11 @@ class ReadValue(NamedTuple):
     in_place     it rests on the device, and is read there: nothing is fetched
     start        number of the region before which its fetch starts
     slot         its range of the arena; None as long as that is not decided, or if in place
-    share        of the `nbytes`, those that rest on this rank, [begin, end): all ranks gather the
-                 others; None: all of them
+    share        of the `nbytes`, those that rest on this rank: all ranks gather the others; None:
+                 all of them
+    gather       number of the region before which the gather of the others starts
+    reader       first region that reads all bytes, where a late update reads the share before;
+                 None: `first`
     """
 
     entry: EntryIndex
@@ -705,7 +787,14 @@ class ReadValue(NamedTuple):
     in_place: bool = False
     start: int = 0
     slot: Slot | None = None
-    share: tuple[int, int] | None = None
+    share: Share | None = None
+    gather: int = 0
+    reader: int | None = None
+
+    @property
+    def read_whole(self) -> int:
+        """First region that reads all bytes."""
+        return self.first if self.reader is None else self.reader
 
 
 Departure = Reduce | Offload | Left | Drop

@@ -234,6 +234,16 @@ class Machine:
                 )
 
 
+def with_ranks(machine: Machine, ranks: int) -> Machine:
+    """`machine` with another number of ranks: on one node, as far as that has so many, or on whole
+    nodes.
+
+    raises  MachineInvalid
+    """
+    per_node = machine.ranks_per_node if machine.ranks > 1 else ranks
+    return replace(machine, ranks=ranks, ranks_per_node=max(1, min(per_node, ranks)))
+
+
 def with_tier(machine: Machine, tier: str, nbytes: int) -> Machine:
     """`machine` with another capacity of one tier; with 0 the tier is not there.
 

@@ -101,21 +101,25 @@ def apply_placement(
         a: fetched, read by region 0                  a: read in place by region 0
         after region 3: the gradient of a       ->    after region 3: the gradient of a stays
 
-    A copy in another dtype is fetched even if its entry is resident; an operand of a late update is
-    used on the host, if compute reaches that.
+    A copy in another dtype is fetched even if its entry is resident, and so is a share, which goes
+    into its place among those of all ranks; an operand of a late update is used on the host, if
+    compute reaches that. A gradient that ranks exchange leaves the memory it was made in.
     """
 
     def placed(x: Departure) -> Departure:
-        stays = isinstance(x, Reduce) and x.entry in stay
+        stays = isinstance(x, Reduce) and x.entry in stay and not x.shared
         return replace(x, stays=stays) if isinstance(x, Reduce) and x.stays != stays else x
 
     departures = tuple(tuple(map(placed, rows)) for rows in program.departures)
 
     def in_place(v: ReadValue) -> bool:
-        return v.cast is None and (v.entry in resident or (v.reach and v.entry in reached))
+        if v.cast is not None or v.share is not None:
+            return False
+        return v.entry in resident or (v.reach and v.entry in reached)
 
     return replace(program, departures=departures).with_values(
-        v._replace(in_place=in_place(v), start=v.first, slot=None) for v in program.values
+        v._replace(in_place=in_place(v), start=v.first, gather=v.read_whole, slot=None)
+        for v in program.values
     )
 
 
@@ -201,7 +205,7 @@ def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int)
     assert schedule.program is not None, "of a graph"
 
     def needed(program: RegionProgram) -> int:
-        values = (v for v in program.values if v.entry not in resident)
+        values = (v for v in program.values if v.share or v.entry not in resident)
         return live_peak([Block(max(0, v.first - lead), v.last, v.nbytes) for v in values])
 
     nbytes = needed(schedule.program)

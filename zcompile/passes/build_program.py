@@ -26,6 +26,7 @@ from zcompile.ir.schedule import (
     Register,
     Run,
     Schedule,
+    Share,
     Ticket,
 )
 from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase
@@ -248,7 +249,8 @@ class _Builder:
             lasting=not spec.activation,
             cast=_cast(spec, brings),
             start=first,
-            share=spec.share,
+            share=Share(*spec.share, len(self.waited)) if spec.share is not None else None,
+            gather=first,
         )
 
     def _reduce(self, node: fx.Node) -> None:
@@ -267,6 +269,7 @@ class _Builder:
             departing_bytes(node, self.plan.params),
             shared=spec.shared,
             cast=None if at else _narrower(spec, grad.meta["val"].dtype),
+            share_nbytes=0 if spec.share is None else spec.share[1] - spec.share[0],
         )
         if at:
             (offset,) = at

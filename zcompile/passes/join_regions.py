@@ -100,6 +100,8 @@ def _borders(
     borders = {0}
     for value in program.fetched:
         borders |= {value.start, value.first, value.last + 1}
+        if value.share is not None:
+            borders |= {value.gather, value.read_whole, value.share.updated}
     for n, run in enumerate(program.regions):
         if run.region.body is None:  # nothing is known of its code
             borders |= {n, n + 1}
@@ -174,6 +176,12 @@ def _joined(runs: Sequence[Run], stays: frozenset[EntryIndex]) -> Run:
 
 def _renumbered(value: ReadValue, group_of: Sequence[int]) -> ReadValue:
     """The value, read by joined regions."""
+    share = value.share
     return value._replace(
-        first=group_of[value.first], last=group_of[value.last], start=group_of[value.start]
+        first=group_of[value.first],
+        last=group_of[value.last],
+        start=group_of[value.start],
+        gather=group_of[value.gather],
+        reader=None if value.reader is None else group_of[value.reader],
+        share=None if share is None else share._replace(updated=group_of[share.updated]),
     )

@@ -25,12 +25,16 @@ from zcompile.ir.schedule import (
     RegionProgram,
     Register,
     Run,
+    Share,
 )
 from zcompile.ir.types import Layout, Region
 
 LANES = 16
 """Chunks of states and gradient take at most one part in so many of the streaming buffer: they come
 beside parameters, some of them ahead."""
+GATHER_LEAD = 1
+"""Regions before its first reader that a share is updated: one more holds all of the parameter for
+one region longer."""
 FEWEST_LANES = 4
 """The same of chunks of `LEAST_PACED_BYTES`: smaller ones are mostly overhead."""
 
@@ -39,6 +43,8 @@ def reads_once(program: RegionProgram, entry: EntryIndex, row: Row, weight: Colu
     """Whether the values that a forward reads of a parameter are all of it, each byte once, in the
     dtype in which it is updated, or all of the copy that the update writes along."""
     values = sorted((v for v in program.values if v.entry == entry), key=lambda v: v.begin)
+    if any(v.share is not None for v in values):
+        return len(values) == 1 and _is_of_share(values[0], row, weight)
     ends = [0, *(v.begin + v.nbytes for v in values)]
     read, cast = weight, None
     if values and values[0].cast is not None:
@@ -59,6 +65,19 @@ def reads_once(program: RegionProgram, entry: EntryIndex, row: Row, weight: Colu
     )
 
 
+def _is_of_share(value: ReadValue, row: Row, weight: Column) -> bool:
+    """Whether an update is one of what this rank holds of a parameter, but for padding."""
+    nbytes = row.numel * weight.dtype.itemsize
+    return (
+        value.share is not None
+        and weight.begin == 0
+        and value.share.nbytes >= nbytes
+        and value.cast is None
+        and value.layout.dtype == weight.dtype
+        and value.layout.dense
+    )
+
+
 def with_late_updates(program: RegionProgram, room_bytes: int | None) -> RegionProgram:
     """The program of a forward, with its late updates right before the first readers of their
     parameters.
@@ -70,6 +89,13 @@ def with_late_updates(program: RegionProgram, room_bytes: int | None) -> RegionP
     The chunks of an update are regions of their own, which read the parameter, and a chunk of each
     other operand. Where the forward reads a copy of the parameter in another dtype, the update
     writes that, and the parameter is one of the others.
+    Of a parameter that ranks hold shares of they update this rank's, before it is
+    gathered: one region earlier, so that the gather has that region to hide behind.
+
+        region 0: mm                               region 0: adamw w, g, m, v (shares)
+        region 1: mm reads w              ->       w, m, v go home, w is gathered
+                                                   region 1: mm
+                                                   region 2: mm reads w
 
     room_bytes  that everything streams through; None: unbounded
     """
@@ -106,14 +132,20 @@ class _Joining:
         reading: dict[int, list[ReadValue]] = {}
         for value in before.values:
             if value.entry in update_of:
-                reading.setdefault(value.first, []).append(value)
+                ahead = 0 if value.share is None else GATHER_LEAD
+                reading.setdefault(max(0, value.first - ahead), []).append(value)
         first_update: dict[Register, int] = {}
+        shares: dict[Register, Share] = {}
         departures = []
         for n, run in enumerate(before.regions):
             begin = len(self.regions)
             for value in reading.get(n, ()):
                 first_update[value.register] = len(self.regions)
-                self._update(update_of[value.entry], value)
+                late = update_of[value.entry]
+                if value.share is None:
+                    self._update(late, value)
+                else:
+                    shares[value.register] = self._update_share(late, value, value.share)
             self.number.append(len(self.regions))
             departures += [before.departures[n], *[()] * (len(self.regions) - begin)]
             self.regions.append(run)
@@ -124,16 +156,19 @@ class _Joining:
             drop = Drop(entry, registers, nbytes[entry], name=names[entry])
             departures[last + 1] = (*departures[last + 1], drop)
         for value in before.values:
-            first = first_update.get(value.register)
+            first, reader = first_update.get(value.register), self.number[value.first]
             if first is not None and value.cast is not None:
                 copy = self._column(self.late.updates[update_of[value.entry]], value)
                 value = value._replace(entry=copy.entry, name=copy.name, cast=None)
             self.values.append(
                 value._replace(
-                    first=self.number[value.first] if first is None else first,
+                    first=reader if first is None else first,
                     last=self.number[value.last],
                     start=self.number[value.start],
                     writes=first is not None,
+                    share=shares.get(value.register, value.share),
+                    gather=self.number[value.gather],
+                    reader=reader if value.share is not None else None,
                 )
             )
         self.values.sort(key=lambda value: value.first)
@@ -171,7 +206,23 @@ class _Joining:
         update = self.late.updates[number]
         row, place = update.row, self._place(update, value)
         width = row.columns[place].dtype.itemsize
-        begin, count = value.begin // width, value.nbytes // width
+        self._chunks(number, place, value.register, value.begin // width, value.nbytes // width)
+
+    def _update_share(self, number: int, value: ReadValue, share: Share) -> Share:
+        """Add the chunks of an update of this rank's share; returns that with a register, from
+        which it is updated, and to be gathered, on."""
+        update = self.late.updates[number]
+        itemsize = update.row.columns[update.weight].dtype.itemsize
+        own = self._register()
+        self._chunks(number, update.weight, own, 0, update.row.numel)
+        written = update.row.numel * itemsize
+        return share._replace(register=own, updated=len(self.regions), written=written)
+
+    def _chunks(self, number: int, place: int, weight: Register, begin: int, count: int) -> None:
+        """Add the chunks of an update of `count` elements from `begin` on, of which column `place`
+        lies in `weight`."""
+        update = self.late.updates[number]
+        row = update.row
         others = replace(
             row,
             numel=count,
@@ -183,7 +234,7 @@ class _Joining:
         elements = elements or CHUNK_ELEMENTS
         for first in range(begin, begin + count, elements):
             last = min(begin + count, first + elements)
-            self._chunk(number, value, first, last, begin)
+            self._chunk(number, place, weight, first, last, begin)
 
     def _share(self, row: Row) -> int:
         """Bytes for one chunk of all operands of a row."""
@@ -193,14 +244,16 @@ class _Joining:
         least = set_bytes(row, min(row.numel, LEAST_PACED_BYTES // widest))
         return max(self.room_bytes // LANES, min(least, self.room_bytes // FEWEST_LANES))
 
-    def _chunk(self, late: int, value: ReadValue, first: int, last: int, begin: int) -> None:
-        """Add the update of elements [first, last), where those of `value` begin at `begin`."""
+    def _chunk(
+        self, late: int, place: int, weight: Register, first: int, last: int, begin: int
+    ) -> None:
+        """Add the update of elements [first, last), where those of `weight` begin at `begin`."""
         update, number = self.late.updates[late], len(self.regions)
-        row, place = update.row, self._place(update, value)
+        row = update.row
         registers = []
         for n, column in enumerate(row.columns):
             if n == place:
-                registers.append(value.register)
+                registers.append(weight)
                 continue
             registers.append(self._register())
             width = column.dtype.itemsize

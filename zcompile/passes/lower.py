@@ -11,23 +11,27 @@ from zcompile.ir.schedule import (
     Departure,
     Drop,
     Exchange,
+    ExchangeBucket,
     Fetch,
     Free,
     Gather,
     Instruction,
     Left,
     Offload,
+    Piece,
     ReadValue,
     Reduce,
     RegionProgram,
     Register,
     Run,
     Schedule,
+    Share,
     Slot,
     Store,
     Ticket,
     Wait,
 )
+from zcompile.ir.types import SMALL_BYTES, Layout
 
 
 def lower(program: RegionProgram) -> Schedule:
@@ -45,6 +49,15 @@ def lower(program: RegionProgram) -> Schedule:
     a: a share of [0, 2K)                         agree; fetch a -> [0, 2K)
     after 0: the gradient of a, shared      ->    gather a -> [0, 4K)
                                                   wait a; run 0; free a; exchange a; reduce a
+
+    Gradients of small entries, which every rank has whole, are put into one bucket, and exchanged
+    when the call ends.
+
+    A late update of a share is computed before it is gathered:
+
+    a: a share of [0, 2K), updated by 0,          agree; fetch a -> [0, 2K)
+       read by 1                            ->    wait the share of a; run 0; store it
+                                                  gather a -> [0, 4K); wait a; run 1; free a
     """
     lowering = _Lowering(program)
     instructions = tuple(lowering.instructions())
@@ -87,6 +100,7 @@ class _Lowering:
         self._emitted: list[int] = []
         self._read: ByteRanges[int] = ByteRanges()
         self._stored: ByteRanges[Ticket] = ByteRanges()
+        self._bucket: list[Piece] = []
         self._offloads: dict[Ticket, Ticket] = {}
         """Number of an offload -> its ticket."""
 
@@ -95,13 +109,19 @@ class _Lowering:
         arriving: dict[int, list[ReadValue]] = defaultdict(list)
         leaving: dict[int, list[ReadValue]] = defaultdict(list)
         in_place: dict[int, list[ReadValue]] = defaultdict(list)
+        shares: dict[int, list[ReadValue]] = defaultdict(list)
+        updated: dict[int, list[ReadValue]] = defaultdict(list)
         for value in self._program.values:
             if value.in_place:
                 in_place[value.first].append(value)
             else:
                 starting[value.start].append(value)
-                arriving[value.first].append(value)
+                arriving[value.read_whole].append(value)
                 leaving[value.last].append(value)
+                if value.share is not None and value.share.register is not None:
+                    shares[value.first].append(value)
+                    updated[value.share.updated - 1].append(value)
+        gathering = self._gathers()
         arrived: dict[int, Ticket] = {}
         rows = self._rows
         if _has_collectives(self._program):
@@ -114,26 +134,33 @@ class _Lowering:
                 rows.append(fetch)
                 self._taken_bytes += fetch.slot.nbytes
                 arrived[value.register] = fetch.ticket
-                if value.share is not None:
-                    gather = self._gather(value, fetch)
-                    rows.append(gather)
-                    arrived[value.register] = gather.ticket
             self.peak_bytes = max(self.peak_bytes, self._taken_bytes)
-            for value in arriving[n]:
+            for value in shares[n]:
+                rows.append(_wait_for_share(value, arrived[value.register]))
+            for value in gathering[n]:
+                gather = self._gather(value, arrived[value.register])
+                rows.append(gather)
+                arrived[value.register] = gather.ticket
+            for value in sorted(arriving[n], key=_order):
                 ticket, slot = arrived[value.register], _slot_of(value)
                 rows.append(Wait(ticket, slot, value.layout, value.register, value.name))
             for v in in_place[n]:
                 rows.append(Borrow(v.entry, v.begin, v.layout, v.register, v.writes, v.name))
             self._emitted.append(len(rows))
             rows.append(run)
+            for value in updated[n]:
+                self._store(value, _slot_of(value), n)
             for value in leaving[n]:
                 slot = _slot_of(value)
-                if value.writes:
+                if value.writes and value.share is None:
                     self._store(value, slot, n)
                 rows.append(Free(slot, value.register, value.name))
                 self._read.put(slot.address, slot.end, n)
                 self._taken_bytes -= slot.nbytes
         self._depart(len(self._program.regions))
+        if self._bucket:
+            after = (*self._after_agreement(Exchange), self._mark(len(self._program.regions) - 1))
+            rows.append(ExchangeBucket(tuple(self._bucket), self._ticket(), after))
         return rows
 
     def _ticket(self) -> Ticket:
@@ -157,24 +184,35 @@ class _Lowering:
         last = max(self._read.over(slot.address, slot.end), default=None)
         stores = set(self._stored.over(slot.address, slot.end))
         after = () if last is None else (self._mark(last), *sorted(stores))
-        begin, end = (0, value.nbytes) if value.share is None else value.share
+        share = value.share or Share(0, value.nbytes)
         return Fetch(
             value.entry,
             value.begin,
-            end - begin,
+            share.nbytes,
             slot,
             self._ticket(),
             after,
             value.name,
             value.lasting,
             value.cast,
-            begin,
+            share.begin,
         )
 
-    def _gather(self, value: ReadValue, fetch: Fetch) -> Gather:
-        """The gather that makes a share whole, once it is there."""
-        after = (*self._after_agreement(Gather), fetch.ticket)
-        return Gather(value.entry, value.nbytes, fetch.slot, self._ticket(), after, value.name)
+    def _gathers(self) -> dict[int, list[ReadValue]]:
+        """The values of which the shares of all ranks are gathered before each region, in the
+        order of the graph."""
+        found: dict[int, list[ReadValue]] = defaultdict(list)
+        for value in sorted((v for v in self._program.fetched if v.share), key=_order):
+            found[value.gather].append(value)
+        return found
+
+    def _gather(self, value: ReadValue, fetched: Ticket) -> Gather:
+        """The gather that makes a share whole, once it is there, and updated."""
+        assert value.share is not None, "ranks hold shares of it"
+        updated = () if value.share.register is None else (self._mark(value.share.updated - 1),)
+        after = (*self._after_agreement(Gather), fetched, *updated)
+        slot = _slot_of(value)
+        return Gather(value.entry, value.nbytes, slot, self._ticket(), after, value.name)
 
     def _after_agreement(self, kind: type) -> tuple[Ticket, ...]:
         """The ticket of the agreement, if this is the first collective of its kind."""
@@ -187,8 +225,11 @@ class _Lowering:
     def _store(self, value: ReadValue, slot: Slot, region: int) -> None:
         """Send a value home that was written, once its last reader is done with it."""
         ticket, after = self._ticket(), (self._mark(region),)
+        nbytes, offset = value.nbytes, 0
+        if value.share is not None:
+            nbytes, offset = value.share.written, value.share.begin
         self._rows.append(
-            Store(value.entry, value.begin, value.nbytes, slot, ticket, after, value.name)
+            Store(value.entry, value.begin, nbytes, slot, ticket, after, value.name, offset)
         )
         self._stored.put(slot.address, slot.end, ticket)
 
@@ -196,7 +237,10 @@ class _Lowering:
         """What leaves between region n - 1, which may have made it, and region n."""
         for x in self._program.departures[n]:
             after = (self._mark(n - 1),) if n else ()
-            if isinstance(x, Reduce) and x.shared:
+            if isinstance(x, Reduce) and _is_small(x):
+                self._bucket.append(Piece(x.entry, x.nbytes))
+                x = replace(x, bucketed=True)
+            elif isinstance(x, Reduce) and x.shared:
                 exchange = self._exchange(x, after)
                 self._rows.append(exchange)
                 x = replace(x, parts=exchange.register)
@@ -208,7 +252,8 @@ class _Lowering:
         self.registers += 1
         after = (*self._after_agreement(Exchange), *after)
         register = Register(self.registers - 1)
-        return Exchange(x.value, register, x.entry, x.nbytes, self._ticket(), after, x.name)
+        each, ticket = not x.share_nbytes, self._ticket()
+        return Exchange(x.value, register, x.entry, x.nbytes, ticket, after, x.name, each)
 
     def _departure(self, x: Departure, after: tuple[Ticket, ...]) -> Departure:
         if isinstance(x, Drop):
@@ -227,6 +272,26 @@ def _has_collectives(program: RegionProgram) -> bool:
     return any(v.share is not None for v in program.fetched) or any(
         isinstance(x, Reduce) and x.shared for x in leaving
     )
+
+
+def _is_small(x: Reduce) -> bool:
+    """Whether a gradient crosses in a bucket: each by itself would cost more than its bytes."""
+    whole = not (x.share_nbytes or x.of_nbytes)
+    return x.shared and whole and x.nbytes <= SMALL_BYTES
+
+
+def _order(value: ReadValue) -> int:
+    """Of what is gathered, before what is not: ranks gather in the order in which they read."""
+    return -1 if value.share is None else value.share.order
+
+
+def _wait_for_share(value: ReadValue, fetched: Ticket) -> Wait:
+    """Let compute wait for the share of this rank alone, which a late update is to write."""
+    share = value.share
+    assert share is not None and share.register is not None, "it is updated"  # noqa: PT018
+    dtype = value.layout.dtype
+    layout = Layout((share.written // dtype.itemsize,), (1,), 0, dtype)
+    return Wait(fetched, _slot_of(value), layout, share.register, value.name, share.begin)
 
 
 def _slot_of(value: ReadValue) -> Slot:

@@ -108,7 +108,8 @@ def _before_widening(
     """
     spec = plan.params[NodeName(handle.name)]
     small = spec.nbytes <= SMALL_BYTES
-    if grad.target not in CASTS or len(grad.users) > 1 or spec.shared or small:
+    exchanged = spec.share is not None  # summed over ranks first, in the dtype of the parameter
+    if grad.target not in CASTS or len(grad.users) > 1 or spec.shared or small or exchanged:
         return grad
     (source,) = grad.all_input_nodes
     source = _transposed_back(source)

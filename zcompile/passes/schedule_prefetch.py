@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from zcompile.ir.schedule import RegionProgram
+from zcompile.ir.schedule import ReadValue, RegionProgram
 from zcompile.ir.types import aligned
 from zcompile.memory.allocator import live_peak
 from zcompile.memory.window import Need, blocks_of, check_fits, in_place, quickly_packed
@@ -14,15 +14,19 @@ def schedule_prefetch(program: RegionProgram, max_lead: int) -> RegionProgram:
         a: read by region 0, starts before 0          a: read by region 0, starts before 0
         b: read by region 1, starts before 1    ->    b: read by region 1, starts before 0
 
+    Of a tensor that ranks hold shares of, all are gathered as soon as this rank's is there, and
+    updated, but not before those that are read earlier.
+
     max_lead  regions that a fetch may start ahead of its first reader; 0 leaves each right there
     raises    BudgetExceeded, if what regions read together does not fit the arena
     """
     needs = [Need(v.name, v.first, v.last, v.nbytes) for v in program.fetched]
     where = program.outline.phase.value
-    chosen = choose_starts(needs, program.budget_bytes, max_lead, where)
-    starts = iter(_in_order_of_readers(chosen, [v.share is not None for v in program.fetched]))
+    starts = iter(choose_starts(needs, program.budget_bytes, max_lead, where))
+    values = [v if v.in_place else v._replace(start=next(starts)) for v in program.values]
+    gathers = _in_order_of_readers(values)
     return program.with_values(
-        v if v.in_place else v._replace(start=next(starts)) for v in program.values
+        v if v.share is None else v._replace(gather=gathers[v.share.order]) for v in values
     )
 
 
@@ -59,18 +63,17 @@ def choose_starts(
     return best
 
 
-def _in_order_of_readers(starts: Sequence[int], gathered: Sequence[bool]) -> list[int]:
-    """The starts, those of gathered values in the order of their first readers.
+def _in_order_of_readers(values: Sequence[ReadValue]) -> dict[int, int]:
+    """The region before which each gather starts, by its order in the graph.
 
-    All ranks gather in the order of the list, which must then be the same on all of them: it is up
-    to the graph alone, and not to the bytes that a rank has. A start moves no further than to its
-    first reader, since those that it waits for are read before it.
+    All ranks gather in that order, which is up to the graph alone, and not to what a rank has room
+    for, or updates late. A gather starts no later than its first reader, since those that it waits
+    for are read before it.
     """
-    made, latest = list[int](), 0
-    for start, gathers in zip(starts, gathered, strict=True):
-        if gathers:
-            start = latest = max(start, latest)
-        made.append(start)
+    made, latest = dict[int, int](), 0
+    rows = [(v.share, v.start) for v in values if v.share is not None]
+    for share, start in sorted(rows, key=lambda row: row[0].order):
+        made[share.order] = latest = max(start, share.updated, latest)
     return made
 
 

@@ -42,6 +42,7 @@ linear program (`least_seconds`); the bound (`bound`).
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from zcompile.ir.effects import GRADIENT
@@ -49,8 +50,9 @@ from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryRef, Phase
-from zcompile.machine.model import TIER_LINKS, Link
+from zcompile.machine.model import TIER_LINKS, Link, Machine
 from zcompile.memory.linear_program import Column, LinearProgram, Term
+from zcompile.planner.paths import crossing_bytes, way_between_ranks
 from zcompile.planner.placement import Room
 
 
@@ -62,6 +64,7 @@ class Segment:
     writes  that it writes and somebody reads later; 0 where nobody does
     lives   whether somebody reads the bytes later, as they are after the segment
     late    whether it is of a forward that computes late updates
+    crosses bytes that come from other ranks, which the graph alone decides
     """
 
     phase: Phase
@@ -70,6 +73,7 @@ class Segment:
     writes: tuple[int, ...]
     lives: tuple[bool, ...]
     late: bool = False
+    crosses: int = 0
 
     @property
     def updates(self) -> bool:
@@ -84,11 +88,13 @@ class Demand:
     groups     sizes of groups of bytes with the same uses. Low-precision copies are none of them:
                compute may make those of their masters
     gradients  which of the groups are gradients
+    way        that all which crosses between ranks passes; None: there is one rank
     """
 
     groups: tuple[int, ...]
     segments: tuple[Segment, ...]
     gradients: frozenset[int] = frozenset()
+    way: Link | None = None
 
     @property
     def phases_s(self) -> Mapping[Phase, float]:
@@ -108,16 +114,21 @@ class _Use(NamedTuple):
 
 
 def demand_of(
-    step: StepTrace, region_seconds: Callable[..., float], together: bool = False
+    step: StepTrace,
+    region_seconds: Callable[..., float],
+    together: bool = False,
+    machine: Machine | None = None,
 ) -> Demand:
     """The demand of a step.
 
     region_seconds  seconds of a region's compute
     together        what is left of an optimizer's step is of one segment with late updates: so that
                     plans in which other updates are late are bounded too
+    machine         whose ranks train together; None: there is one
     """
+    ranks, way = (1, None) if machine is None else (machine.ranks, way_between_ranks(machine))
     touched: dict[int, _Touched] = {}
-    phases, seconds, late, found = [], [], [], []
+    phases, seconds, late, found, crossing = [], [], [], [], []
     for phase, calls in _segmented(step, together):
         reads: _Distinct = _Ranges()
         writes: _Distinct = _Ranges()
@@ -132,6 +143,8 @@ def demand_of(
         phases.append(phase)
         seconds.append(compute_s)
         late.append(updates)
+        every = (x for call in calls for x in call.schedule.effects if x.is_collective)
+        crossing.append(sum(crossing_bytes(x, ranks) for x in every))
         found.append((reads.sizes(), writes.sizes()))
     groups = _alike(phases, found)
     segments = tuple(
@@ -142,11 +155,12 @@ def demand_of(
             tuple(uses[n].written for _, _, uses in groups),
             tuple(uses[n].lives for _, _, uses in groups),
             late[n],
+            crossing[n],
         )
         for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
     )
     gradients = frozenset(k for k, (_, is_gradient, _) in enumerate(groups) if is_gradient)
-    return Demand(tuple(size for size, _, _ in groups), segments, gradients)
+    return Demand(tuple(size for size, _, _ in groups), segments, gradients, way)
 
 
 def _segmented(step: StepTrace, together: bool) -> list[tuple[Phase, list[StepCall]]]:
@@ -340,6 +354,13 @@ class LeastSeconds:
     lanes: tuple[Mapping[str, float], ...]
 
 
+def _fabric_seconds(segment: Segment, demand: Demand) -> dict[str, float]:
+    """Seconds of the way between ranks, if anything crosses there."""
+    if demand.way is None or not segment.crosses:
+        return {}
+    return {demand.way.name: segment.crosses / demand.way.bytes_per_s}
+
+
 def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
     """The least seconds of a step, by a linear program; None for more segments than are worth it.
 
@@ -374,7 +395,7 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
         the same of the disk, with q for h and e for d, where in[k] + r[k,b] - r[k,b'] >= 0 came
         out of the ring, and out[k] + w[k,b'] - w[k,b] >= 0 went into it; where disk and device
         exchange bytes themselves, what comes and leaves by either counts in the first four
-        T[s]     >= seconds of its compute
+        T[s]     >= seconds of its compute, and of what crosses between ranks in it
         T[s]     >= seconds of each link for these bytes; links that take turns count together
 
     The sum of T is least. Every way of running the step in which nothing rests beside C and H, but
@@ -396,6 +417,7 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
     busy = tuple(
         {
             COMPUTE: segment.compute_s,
+            **_fabric_seconds(segment, demand),
             **{
                 lane: unit_s * sum(found[column] * share for column, share in terms)
                 for lane, terms in of.items()
@@ -463,7 +485,8 @@ def _segment(
 ) -> dict[str, list[Term]]:
     """Columns and rows of segment n; by lane, the terms of its time, in `unit_s`."""
     segment, after = demand.segments[n], (n + 1) % len(demand.segments)
-    program.column(("T", n), lowest=segment.compute_s / unit_s)
+    least_s = max(segment.compute_s, *_fabric_seconds(segment, demand).values(), 0.0)
+    program.column(("T", n), lowest=least_s / unit_s)
     unit = _unit_bytes(demand)
     lanes: dict[str, list[Term]] = {}
     counted = links_counted(links, room, segment.updates)
@@ -546,7 +569,8 @@ ASSUMES = (
 def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     """The bound of a step, with `room` for its entries. Pure."""
     plain = tuple(
-        least_of_segment(segment, demand.gradients, links, room) for segment in demand.segments
+        least_of_segment(segment, demand.gradients, links, room, _fabric_seconds(segment, demand))
+        for segment in demand.segments
     )
     sharper = least_seconds(demand, links, room)
     rows = plain
@@ -557,6 +581,8 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
         )
     due: dict[str, float] = {}
     nbytes = {link: 0 for link in links if link in TIER_LINKS}
+    if demand.way is not None:
+        nbytes[demand.way.name] = sum(segment.crosses for segment in demand.segments)
     phases: dict[Phase, float] = {}
     for row in rows:
         due[row.binding] = due.get(row.binding, 0.0) + row.least_s
@@ -571,10 +597,17 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
 
 
 def least_of_segment(
-    segment: Segment, gradients: Iterable[int], links: Mapping[str, Link], room: Room
+    segment: Segment,
+    gradients: Iterable[int],
+    links: Mapping[str, Link],
+    room: Room,
+    between: Mapping[str, float] = MappingProxyType({}),
 ) -> Least:
     """The bound of one segment by itself, with all of `room` for entries at its beginning and its
-    end."""
+    end.
+
+    between  seconds of the way between ranks
+    """
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)
     nbytes: dict[str, int] = {}
@@ -590,7 +623,7 @@ def least_of_segment(
             nbytes[disk] = max(0, sum(parts) - near - room.ring_bytes - held)
         if bus in counted and not (room.straight and disk in counted):
             nbytes[bus] = max(0, sum(parts) - device - held)
-    seconds = {COMPUTE: segment.compute_s}
+    seconds = {COMPUTE: segment.compute_s, **between}
     for link, n in nbytes.items():
         lane = links[link].lane
         seconds[lane] = seconds.get(lane, 0.0) + n / links[link].bytes_per_s

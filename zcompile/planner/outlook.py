@@ -158,7 +158,8 @@ def evaluated(
         return step_seconds(made, costs, homes, COMPARED)
 
     late = with_late_step(step, chunk_bytes)
-    demand = demand_of(step if late is None else late.step, costs.region_seconds, together=True)
+    whole = step if late is None else late.step
+    demand = demand_of(whole, costs.region_seconds, together=True, machine=terms.machine)
     least = bound(demand, terms.machine.links, room)
 
     def plan(step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None) -> StepPlan:
@@ -172,7 +173,9 @@ def evaluated(
         )
 
     # The plan, near the bound if it can be; then all numbers of it.
-    planned = plan_late_or_not(step, plan, frozenset(), room, chunk_bytes, seconds)
+    # What ranks exchange does not stay where backward made it.
+    kept = frozenset(step.facts if terms.machine.ranks > 1 else ())
+    planned = plan_late_or_not(step, plan, kept, room, chunk_bytes, seconds)
     step, base = as_planned(step, planned), step
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes

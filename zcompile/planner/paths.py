@@ -8,12 +8,25 @@ from zcompile.ir.handover import handover, last_writes, passes_by
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.machine.cost import Costs
-from zcompile.machine.model import Link
+from zcompile.machine.model import Link, Machine
 from zcompile.planner.links import SimTransfer
 
 HOST, DISK = "host", "disk"
 Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 """The call that fetches are handed over to, and the instructions after which they start."""
+
+
+def crossing_bytes(x: Effects, ranks: int) -> int:
+    """Bytes of a collective that come to one of so many ranks from the others: of each its share,
+    or all of what each of them has made."""
+    return x.nbytes * (ranks - 1) // (1 if x.each else ranks)
+
+
+def way_between_ranks(machine: Machine) -> Link | None:
+    """The slowest link that a ring over all ranks of a machine passes; None: one rank is all."""
+    used = {"rank_to_rank": machine.ranks_per_node > 1, "node_to_node": machine.nodes > 1}
+    found = [machine.links[name] for name, passed in used.items() if passed]
+    return min(found, key=lambda link: link.bytes_per_s, default=None)
 
 
 class LinkPaths:
@@ -120,6 +133,19 @@ class LinkPaths:
         if more and home == DISK:
             return self._sim_transfer(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
         return self._leaving(home, moved, adds=more)
+
+    def collective(self, x: Effects) -> SimTransfer:
+        """What one rank gets from all others, in a ring: over the slowest way between two of them.
+
+        An agreement takes the latency of that way.
+        """
+        ranks, way = self._machine.ranks, way_between_ranks(self._machine)
+        if way is None:
+            return SimTransfer(0)
+        if x.is_agreement:
+            return SimTransfer(0, seconds=way.latency_s)
+        nbytes = crossing_bytes(x, ranks)
+        return SimTransfer(nbytes, (way,), 1, disk_nbytes=nbytes)
 
     def totals(self, transfers: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""

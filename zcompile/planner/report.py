@@ -123,8 +123,8 @@ class Report:
     late_parameters    number of parameters that are updated in the next forward
     one_call_seconds   of the step, if its micro-batches came as one call that runs in slices; None:
                        there is one
-    ranks              that the machine has; one of them, which trains the whole model by itself, is
-                       what is planned for
+    ranks              that the machine has, and which train the model together; one of them is what
+                       is planned
     """
 
     machine: str
@@ -387,8 +387,8 @@ def note_of_ranks(ranks: int) -> str:
     if ranks == 1:
         return ""
     return (
-        f"the machine has {ranks} ranks, of which one trains the whole model by itself here: "
-        "several ranks are not planned yet"
+        f"one of {ranks} ranks that train the model together: tiers, links and samples are those "
+        "of that rank, which holds a share of each tensor"
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from zcompile.ir.effects import (
     COMPUTE,
+    FABRIC,
     GRADIENT,
     IN,
     Effects,
@@ -146,8 +147,10 @@ class SimulatedSteps:
         ways = costs.ways
         simulator = RecordingLinkSimulator if tells else LinkSimulator
         self._traffic = simulator(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
-        self._sent_of: dict[SimTransfer, EntryRef] = {}
-        """The entry that each transfer moves, if instructions are remembered."""
+        self._sent_of: dict[SimTransfer, str] = {}
+        """The name of what each transfer moves, if instructions are remembered."""
+        self._collectives: dict[str, SimTransfer] = {}
+        """The last collective of each kind, behind which the next one comes."""
         self._ahead = self._routes.handovers(self._calls)
         self._issues: dict[tuple[str, int], float] = {}
         self._host = 0.0
@@ -209,7 +212,7 @@ class SimulatedSteps:
         by = {w.sent: (w.call, w.number) for w in self._walked if w.sent is not None}
         for row in self._traffic.carried:
             if row.end_s > begun and row.begin_s < ended:
-                name = self._routes.name(self._sent_of[row.transfer])
+                name = self._sent_of[row.transfer]
                 call, number = by.get(row.transfer, (None, None))
                 times = row.begin_s - begun, row.end_s - begun
                 yield Passage(row.link, name, row.nbytes, *times, call, number)
@@ -252,6 +255,8 @@ class SimulatedSteps:
             work = sent = None
             if x.lane is COMPUTE:
                 work = self._act(x)
+            elif x.lane is FABRIC:
+                sent = self._cross(x)
             else:
                 sent = self._arrive(x) if x.lane is IN else self._leave(x)
             if self._tells:
@@ -380,6 +385,25 @@ class SimulatedSteps:
             self._done[x.ticket] = transfer
         return transfer
 
+    def _cross(self, x: Effects) -> SimTransfer:
+        """Start a collective, once what it waits for is over, and the one of its kind before: the
+        other ranks come to it at the same time."""
+        assert x.ticket is not None
+        transfer = self._routes.collective(x)
+        before = self._collectives.get(x.kind)
+        follows = [self._begun] if before is None else [self._begun, before]
+        if x.writes_slot is not None:
+            follows += self._under(x.writes_slot)
+        self._collectives[x.kind] = transfer
+        self._traffic.advance(self._host)
+        self._traffic.start(transfer, self._host, (*follows, *(self._done[t] for t in x.after)))
+        self._sent.append(transfer)
+        if self._tells:
+            self._sent_of[transfer] = x.name
+        self._issue(x)
+        self._done[x.ticket] = transfer
+        return transfer
+
     def _rise(self) -> None:
         """Count live bytes during the next instruction that changes them."""
         held = self._crest = self._held.rise()
@@ -432,7 +456,7 @@ class SimulatedSteps:
         )
         self._sent.append(transfer)
         if self._tells:
-            self._sent_of[transfer] = ref
+            self._sent_of[transfer] = self._routes.name(ref)
 
     def _make_room(self, nbytes: int) -> None:
         """Let the host wait until the bytes on their way out, with `nbytes` more, are within the

@@ -19,7 +19,7 @@ from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
-from zcompile.machine.model import Machine
+from zcompile.machine.model import TIER_LINKS, Machine
 from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
 from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
 from zcompile.planner.late_step import with_late_step
@@ -415,7 +415,8 @@ def stay_and_scratch(
     chunk_bytes   of one operand, at most
     kept          gradients that are not gone when the next forward begins
     """
-    paced = paced_bytes((link.bytes_per_s for link in machine.links.values()), chunk_bytes)
+    rates = [link.bytes_per_s for name, link in machine.links.items() if name in TIER_LINKS]
+    paced = paced_bytes(rates, chunk_bytes)
     scratch = min(SCRATCH_OPERANDS * DEEP * paced, beside_bytes // SCRATCH_SHARE)
     stay = staying(step, beside_bytes, scratch, kept)
     free = max(0, beside_bytes - held_in_steps([call.with_staying(stay) for call in step.calls]))

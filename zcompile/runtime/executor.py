@@ -27,6 +27,7 @@ from zcompile.ir.schedule import (
     Borrow,
     Drop,
     Exchange,
+    ExchangeBucket,
     Fetch,
     Free,
     Gather,
@@ -486,6 +487,8 @@ class _Call:
         self.in_place: dict[int, Tensor] = {}
         """Tensors over entries where they rest, by id."""
         self.made: list[Entry] = []
+        self.bucket: list[tuple[Leaf, Tensor]] = []
+        """Small gradients, [numel] each, until they are exchanged."""
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -600,7 +603,8 @@ class _Call:
     def _wait(self, wait: Wait) -> None:
         self._join(self.tickets[wait.ticket])
         slot = wait.slot
-        memory = self.store.arena.slot(slot.address, slot.nbytes)
+        at = slot.address + wait.offset
+        memory = self.store.arena.slot(at, slot.nbytes - wait.offset)
         self.values[wait.register] = wait.layout.view(memory)
 
     def _free(self, free: Free) -> None:
@@ -617,7 +621,7 @@ class _Call:
         self.held.lets_go(left.register)
 
     def _put(self, store: StoreHome) -> None:
-        source = self.store.arena.slot(store.slot.address, store.nbytes)
+        source = self.store.arena.slot(store.slot.address + store.offset, store.nbytes)
         entry, after = self.entries[store.entry], self._after(store.after)
         self.tickets[store.ticket] = self.store.put(entry, source, begin=store.begin, after=after)
 
@@ -637,6 +641,10 @@ class _Call:
         grad, freed = self.values[reduce.value], NO_STORAGES
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
+        if reduce.bucketed:
+            self.bucket.append(self.gradients.exchanged.packed(leaf, grad))
+            in_flight.sent(nbytes, freed)  # a copy of it lies in memory of the host
+            return
         if cast is not None:
             grad, after = grad.to(cast.dtype), [self.store.device.mark()]
         if reduce.parts is not None:
@@ -662,7 +670,10 @@ class _Call:
 
     def _gather(self, gather: Gather) -> None:
         whole = self.store.arena.slot(gather.slot.address, gather.nbytes)
-        after = [self.begun, *self._after(gather.after), *self.store.readers(whole)]
+        # What this rank's share is stored from need not be over: the gather only reads that.
+        begin, end = self._fabric.share_of(whole)
+        readers = [t for part in (whole[:begin], whole[end:]) for t in self.store.readers(part)]
+        after = [self.begun, *self._after(gather.after), *readers]
         name = self.entries[gather.entry].name
         self.tickets[gather.ticket] = self._fabric.gather(whole, name, after)
 
@@ -672,6 +683,15 @@ class _Call:
         grad = self.gradients.exchanged.before(leaf, self.values[x.value])
         made = self._fabric.exchange(grad, entry.partition, entry.name, after)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
+
+    def _exchange_bucket(self, x: ExchangeBucket) -> None:
+        """Start exchanging small gradients; what all ranks make of each becomes that."""
+        packed, self.bucket = self.bucket, []
+        after = self._after(x.after) or [self.store.device.mark()]
+        found = self._fabric.exchange_all([flat for _, flat in packed], after)
+        self.tickets[x.ticket] = found[0].ticket
+        for (leaf, flat), exchanged in zip(packed, found, strict=True):
+            self.gradients.exchanged.take(leaf, flat.dtype, exchanged)
 
     @property
     def _fabric(self) -> Fabric:
@@ -728,7 +748,7 @@ class _Call:
     def _send_updates(self) -> None:
         """After an error: send home what late updates have written whole."""
         for store in self.progress.sends(self.tickets.__contains__) if self.progress else ():
-            source = self.store.arena.slot(store.slot.address, store.nbytes)
+            source = self.store.arena.slot(store.slot.address + store.offset, store.nbytes)
             after = [self.store.device.mark()]
             entry = self.entries[store.entry]
             self.tickets[store.ticket] = self.store.put(
@@ -760,6 +780,7 @@ ACTIONS: dict[type, Action] = {
     Agree: _Call._agree,
     Gather: _Call._gather,
     Exchange: _Call._exchange,
+    ExchangeBucket: _Call._exchange_bucket,
 }
 """Class of an instruction -> what a call does to carry one out."""
 

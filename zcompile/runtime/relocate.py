@@ -137,7 +137,7 @@ def _move(session: Session, entry: Entry, home: str) -> bool:
     place = entry.place
     held = [(low, high) for low, high, held in place.written.pieces(0, entry.nbytes) if held]
     with deferred_interrupts():
-        value = session.read_all(entry) if held else None
+        value = session.read_here(entry) if held else None
         version, old_extent = entry.version, place.extent
         old = session.homes.move(place, entry.ref, entry.born, home)
         if old is None:

@@ -39,6 +39,7 @@ from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
     EntryIndex,
     Literal,
+    Piece,
     Register,
     Schedule,
     Slot,
@@ -87,7 +88,8 @@ class SlotUse:
     span     bytes of the entry that it brings; None: of none
     at       moment at which that instruction was submitted
     brought  the transfer, or compute, that wrote the slot last; a gather fills it after a fetch
-    filled   bytes that are there by then, from the first on
+    filled   bytes that are there by then, from the first on, or those of a share from where it
+             begins
     touched  the last moment of compute that may have read or written the slot
     stores   transfers that read the slot
     """
@@ -105,12 +107,18 @@ class SlotUse:
     filled: int = -1
 
     def __post_init__(self) -> None:
-        if self.filled < 0:  # of a share that begins elsewhere nothing can be read yet
-            self.filled = 0 if self.taker.slot_begin else self.taker.nbytes
+        if self.filled < 0:
+            self.filled = self.taker.nbytes
 
     @property
     def name(self) -> str:
         return self.taker.name
+
+    def holds(self, begin: int, nbytes: int) -> bool:
+        """Whether those bytes of the slot were brought: of a share, as long as it is not gathered,
+        no others."""
+        first = 0 if self.gathered else self.taker.slot_begin
+        return first <= begin and begin + nbytes <= first + self.filled
 
 
 class _Tiles:
@@ -156,6 +164,8 @@ class Walk:
         self._leaving: dict[EntryIndex, _Tiles] = {}
         self.parts: dict[Register, tuple[Effects, Transfer]] = {}
         """What an exchange makes of a gradient, until that goes home."""
+        self.bucket: list[Piece] = []
+        """Gradients that are in the bucket, and have not been exchanged."""
         self.agreement: Transfer | None = None
         """Of all ranks on what the call is."""
         self.unread: list[SlotUse] = []
@@ -277,6 +287,8 @@ class Proof:
         act = self._act(walk, x)
         if x.lane is FABRIC:
             act = _collective(walk, x, act)
+        elif x.bucket:
+            walk.bucket += x.bucket
         if x.ticket is not None:
             walk.new(x.ticket)
             if x.lane is COMPUTE:
@@ -319,6 +331,8 @@ class Proof:
             raise walk.fail(f"{use.name!r} is never given back")
         for exchanged, _ in walk.parts.values():
             raise walk.fail(f"the exchanged gradient of {exchanged.name!r} never goes home")
+        if walk.bucket:
+            raise walk.fail(f"{len(walk.bucket)} gradients stay in the bucket: they never go home")
         for leaves in walk.leaving.values():
             raise walk.fail(f"nobody waits until {leaves.name!r} has left")
         walk.all_tiles_left()
@@ -369,14 +383,19 @@ class Proof:
             if register in walk.parts:
                 raise walk.fail(f"register {register} is exchanged, and computed with as a value")
             if register in walk.bound:
-                self._touch(walk, walk.bound[register])
+                use = walk.bound[register]
+                if use.gathered and x.updates:
+                    raise walk.fail(f"{use.name!r} is updated after it is gathered")
+                self._touch(walk, use)
             elif register in walk.written_in_place:
                 self._homes.write_in_place(walk.written_in_place[register], self.now)
 
     def _touch(self, walk: Walk, use: SlotUse) -> None:
-        """Compute reads and, in an update, writes a slot."""
-        if not all(store.ended_by(self.now) for store in use.stores):
+        """Compute reads and, in an update, writes a slot; what is gathered it only reads."""
+        if not use.gathered and not all(store.ended_by(self.now) for store in use.stores):
             raise walk.fail(f"{use.name!r} is computed with while its store reads it")
+        if not use.brought.ended_by(self.now):
+            raise walk.fail(f"{use.name!r} is computed with while it is gathered")
         if use.span is not None and not self._homes.read(use.span, use, use.at, self.now):
             raise walk.fail(f"{use.name!r} was brought before what earlier compute made of it")
         use.touched = self.now
@@ -415,7 +434,8 @@ class Proof:
         """Write bytes of a slot that is taken already, once all that used them is over."""
         assert x.writes_slot is not None
         use = walk.use_of(x.writes_slot, x.name)
-        _comes_after(walk, x, act, use, True)
+        # A gather only reads the share that an update may store meanwhile.
+        _comes_after(walk, x, act, use, not x.fills)
         if x.fills:
             self._fill(walk, x, act, use)
         elif x.lane is COMPUTE:
@@ -431,6 +451,8 @@ class Proof:
             raise walk.fail(f"{x.name!r} is gathered twice")
         if use.name != x.name:
             raise walk.fail(f"{x.name!r} is gathered where {use.name!r} lies")
+        if use.touched != NEVER and not use.stores:
+            raise walk.fail(f"{x.name!r} is gathered, and its late update was not sent home")
         use.brought, use.filled, use.gathered = act, x.nbytes, True
         walk.unread.append(use)
 
@@ -446,8 +468,8 @@ class Proof:
             )
         if not act.starts_after_end_of(use.brought):
             raise walk.fail(f"the {x.kind} of {x.name!r} does not wait for its {_kind(use)}")
-        if x.nbytes > use.filled:
-            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes of {use.filled} that were brought")
+        if not use.holds(x.slot_begin, x.nbytes):
+            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes {_brought(x, use)}")
         if x.lane is COMPUTE:
             self._touch(walk, use)
             return
@@ -478,8 +500,8 @@ class Proof:
         if other or not use.brought.ended_by(self.now):
             waits = " and ".join(map(str, x.after)) or "none"
             raise walk.fail(f"it waits for ticket {waits}, the bytes come with {use.taker.ticket}")
-        if x.nbytes > use.filled:
-            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes of {use.filled} that were brought")
+        if not use.holds(x.slot_begin, x.nbytes):
+            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes {_brought(x, use)}")
         if use in walk.unread:
             if walk.unread[0] is not use:
                 first = walk.unread[0].name
@@ -539,7 +561,7 @@ def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:
     last = walk.last_collective.get(x.kind)
     if last is not None:
         act = start([act.passed], [last, *act.after])
-    if not (x.fills or x.defines):
+    if x.is_agreement:
         if walk.agreement is not None or walk.last_collective:
             raise walk.fail("the ranks agree on the call after its first collective")
         walk.agreement = act
@@ -547,6 +569,12 @@ def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:
         raise walk.fail(
             f"the {x.kind} of {x.name!r} does not wait until the ranks agree on the call"
         )
+    if x.bucket:
+        if list(x.bucket) != walk.bucket:
+            raise walk.fail("what is exchanged is not what was put into the bucket")
+        walk.bucket.clear()
+        if not act.starts_after(walk.last_run):
+            raise walk.fail("the bucket leaves before what is in it was computed")
     walk.last_collective[x.kind] = act
     return act
 
@@ -565,6 +593,15 @@ def _parts_leave(walk: Walk, x: Effects, act: Transfer) -> None:
             raise walk.fail(
                 f"the gradient of {x.name!r} goes home as the exchanged one of {exchange.name!r}"
             )
+
+
+def _brought(x: Effects, use: SlotUse) -> str:
+    """Which bytes were there for one who reads others, for people."""
+    begin = use.taker.slot_begin
+    if use.gathered or not begin:
+        return f"of {use.filled} that were brought"
+    at = f"from {x.slot_begin} on" if x.slot_begin else "of it"
+    return f"{at}, and only its share, {begin} to {begin + use.filled}, was brought"
 
 
 def _kind(use: SlotUse) -> str:

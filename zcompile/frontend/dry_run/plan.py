@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zcompile.config import Config, build
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.dry_run.device import CPU, DryRunDevice, blank_like
+from zcompile.frontend.dry_run.ranks import DryRunFabric
 from zcompile.frontend.dry_run.session import (
     DryRunMode,
     DryRunSession,
@@ -104,7 +105,8 @@ def plan(
     model           any module; on `meta` it needs no memory. It is copied, and not touched.
     example_inputs  tensors as the model's call takes them, real or on `meta`; one mapping stands
                     for arguments by name. The loss is what the call returns, or its `.loss`.
-    machine         a name, a file or a `Machine`; else the config's, else this one, measured
+    machine         a name, a file or a `Machine`; else the config's, else this one, measured. Of
+                    one with several ranks, which train the model together, one rank is planned
     optimizer       "adamw" (also if None), "sgd" (with momentum), or a function of the parameters
     micro_batches   forward and backward passes per optimizer step
     config, fields  as `zcompile.offload`; budgets that are given replace the machine's
@@ -292,7 +294,8 @@ def _session(terms: Terms) -> DryRunSession:
         regions=terms.regions,
     )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
-    return DryRunSession(config, device, terms.emulates, tiers, terms.ways)
+    fabric = DryRunFabric(machine.ranks) if machine.ranks > 1 else None
+    return DryRunSession(config, device, terms.emulates, tiers, terms.ways, fabric)
 
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:

@@ -40,6 +40,7 @@ from zcompile.memory.step_footprint import StepFootprint
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.executor import Executor
 from zcompile.runtime.norms import Norms
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -83,6 +84,7 @@ class DryRunSession(Session):
     device_bytes  of the device that graphs and schedules are planned for
     beside        tier other than the device -> bytes of it for entries
     ways          how bytes travel on the machine that is planned for
+    fabric        of the ranks of which this is one; None: it trains alone
     """
 
     computes = False
@@ -94,6 +96,7 @@ class DryRunSession(Session):
         emulates: bool,
         beside: Mapping[str, int],
         ways: TransferModes,
+        fabric: Fabric | None = None,
     ) -> None:
         self._beside, self._ways = beside, ways
         self.memories: list[Memory] = []
@@ -102,7 +105,7 @@ class DryRunSession(Session):
             open_dry_run, device_bytes=device_bytes, emulates=emulates, has_disk="disk" in beside
         )
         others = replace(STAYING, norms=_NoNorms, executor=_DryRunExecutor)
-        super().__init__(config, others, opening)
+        super().__init__(config, others, opening, fabric)
         self.regions = DryRunRegions()
         self.executor.recorder.start()
 
@@ -334,7 +337,7 @@ def copy_without_bytes(model: nn.Module, session: DryRunSession) -> nn.Module:
 @uninterrupted
 def _param(session: DryRunSession, name: str, param: nn.Parameter) -> nn.Parameter:
     layout = Layout.of(param)
-    entry = session.create(name, EntryKind.PARAM, layout.nbytes)
+    entry = session.create_for(name, EntryKind.PARAM, layout)
     made = nn.Parameter(TieredTensor.over(entry, layout), param.requires_grad)
     return own(made)
 

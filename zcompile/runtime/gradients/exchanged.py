@@ -29,6 +29,7 @@ from zcompile.runtime.gradients.leaves import (
 )
 from zcompile.runtime.ranks.fabric import Exchanged
 from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.transfer.ticket import Ticket
 
 Wrap = Callable[[Entry, Layout], Tensor]
 
@@ -40,6 +41,15 @@ class _PassParts:
     param: Tensor
     dtype: torch.dtype
     exchanged: Exchanged
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """A mean over ranks on its way to an entry that rests on the device: row, uint8 [nbytes]."""
+
+    entry: Entry
+    row: Tensor
+    ticket: Ticket
 
 
 class ExchangedGradients:
@@ -60,6 +70,7 @@ class ExchangedGradients:
         self._store, self._wrap = store, wrap
         self._contributions_of, self._call_post_hooks = contributions_of, call_post_hooks
         self._sums: dict[tuple[int, int], _PassParts] = {}
+        self._landing: list[_Landing] = []
 
     def before(self, leaf: Leaf, grad: Tensor) -> Tensor:
         """The elements of a gradient in the order in which they are exchanged: [numel].
@@ -92,6 +103,11 @@ class ExchangedGradients:
             grad = grad.clone()  # what is fetched next may lie there
         return flattened(grad.detach())
 
+    def packed(self, leaf: Leaf, grad: Tensor) -> tuple[Leaf, Tensor]:
+        """As `before`, in a copy: a small gradient that waits for others to be exchanged with."""
+        flat = self.before(leaf, grad)
+        return leaf, torch.empty(flat.numel(), dtype=flat.dtype, device="cpu").copy_(flat)
+
     def take(self, leaf: Leaf, dtype: torch.dtype, exchanged: Exchanged) -> None:
         """Receive one contribution."""
         param = accumulating_parameter(leaf)
@@ -111,6 +127,7 @@ class ExchangedGradients:
         """Autograd has come to a parameter: its sum of this pass, if there is one, is complete."""
         if (held := self._sums.pop(key, None)) is not None:
             self._finalize(held)
+            self.land()
 
     def flush_pass(self, number: int) -> None:
         """A backward pass has ended: what it still might bring does not come."""
@@ -120,6 +137,14 @@ class ExchangedGradients:
     def clear(self) -> None:
         """A pass has failed: forget what it has brought."""
         self._sums.clear()
+        self._landing.clear()
+
+    def land(self) -> None:
+        """Let what rests on the device arrive there: compute itself brings it, and would wait for
+        the other ranks in the middle of a call."""
+        landing, self._landing = self._landing, []
+        for x in landing:
+            self._store.put(x.entry, x.row, after=[x.ticket])
 
     @property
     def _fabric(self) -> Any:
@@ -145,7 +170,10 @@ class ExchangedGradients:
         of = param.entry.key
         entry = self._store.create(name, EntryKind.GRAD, row.nbytes, of=of, partition=partition)
         grad = self._wrap(entry, _layout_of(param, held.dtype))
-        self._store.put(entry, row.view(torch.uint8), after=[total.ticket])
+        if entry.on_device:
+            self._landing.append(_Landing(entry, row.view(torch.uint8), total.ticket))
+        else:
+            self._store.put(entry, row.view(torch.uint8), after=[total.ticket])
         return grad
 
     def _add(self, held: _PassParts) -> None:
@@ -164,6 +192,7 @@ class ExchangedGradients:
                 "train the model",
                 "set it to None, and let backward make it",
             )
+        self.land()
         parts, ticket = self._fabric.scaled(held.exchanged)
         for part in parts:
             entry.store.add(entry, part, after=[ticket])

@@ -118,6 +118,7 @@ class Gradients:
 
     def finish(self) -> None:
         """The call is over, and another may run: sums that waited for that are taken now."""
+        self.exchanged.land()
         jobs, self._after_call = self._after_call, None
         for job in jobs or ():
             job()

@@ -76,10 +76,12 @@ class DeviceGradients:
         """A call begins: make blank entries for gradients with a reserved address.
 
         A parameter with hooks of a user takes each gradient as it comes, so then nothing is done
-        here.
+        here; nor is it where ranks exchange gradients (`exchanged.py`).
         """
         self.abandon()
-        if not schedule.lone_gradients or any(map(_may_be_hooked, leaves)):
+        if self._store.fabric is not None or not schedule.lone_gradients:
+            return
+        if any(map(_may_be_hooked, leaves)):
             return
         device, staying = self._store.homes.device, schedule.staying
         for index in schedule.lone_gradients:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,11 @@ _HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s{DIGEST_BYTES}sII")
 RECORD_BYTES = _HEAD.size + TEXT_BYTES
 LONGEST = timedelta(days=20)
 """Of a message: how long ranks wait for each other is up to `watch.py`, which knows why."""
+PIECE_BYTES = 64
+"""In a bucket each gradient begins at a multiple, so that its elements are aligned."""
+NOMINAL_BYTES_PER_S = 1e9
+"""Between processes of one machine, before any bytes have moved: what gloo does within a factor of
+two (`benchmarks/ranks.py`)."""
 _SESSIONS: dict[tuple[int, ...], int] = defaultdict(int)
 """Ranks -> how many sessions they have made, all in the same order."""
 SAME_ORDER = (
@@ -303,6 +309,11 @@ class Fabric:
 
     # --- Bytes ---
 
+    def share_of(self, whole: Tensor) -> tuple[int, int]:
+        """The bytes [begin, end) of a tensor's that this rank brings to its gather."""
+        each = whole.numel() // self.size
+        return self.rank * each, (self.rank + 1) * each
+
     def gather(self, whole: Tensor, name: str, after: Sequence[Ticket]) -> Promise:
         """Start bringing the shares of all ranks together.
 
@@ -349,6 +360,33 @@ class Fabric:
         sent = sum(cut(r).numel() for r in others) * flat.element_size()
         what = f"exchange the gradient of {name!r}"
         return Exchanged(parts, self._submit("exchange", what, exchange, after, sent))
+
+    def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
+        """As `exchange` of several small gradients, each of which every rank gets whole: in one
+        collective.
+
+        flats  [numel] each, on the CPU
+        """
+        sizes = [flat.numel() * flat.element_size() for flat in flats]
+        ends = list(accumulate(-(-size // PIECE_BYTES) * PIECE_BYTES for size in sizes))
+        begins = [0, *ends[:-1]]
+        parts = torch.zeros(self.size, ends[-1], dtype=torch.uint8)
+        others = self._others()
+
+        def exchange() -> None:
+            own = parts[self.rank]
+            for flat, begin, size in zip(flats, begins, sizes, strict=True):
+                own[begin : begin + size] = flat.view(torch.uint8)
+            self._lanes["exchange"].messages(
+                what, [(r, own) for r in others], [(r, parts[r]) for r in others]
+            )
+
+        what = f"exchange {len(flats)} small gradients"
+        promise = self._submit("exchange", what, exchange, after, ends[-1] * len(others))
+        return [
+            Exchanged(parts[:, begin : begin + size].view(flat.dtype), promise)
+            for flat, begin, size in zip(flats, begins, sizes, strict=True)
+        ]
 
     def add(self, exchanged: Exchanged, more: Exchanged) -> None:
         """Add the parts of a further contribution, before what is made of them."""
@@ -474,6 +512,13 @@ class Fabric:
 
         self._lanes[lane].submit(carry_out)
         return promise
+
+    def bytes_per_s(self) -> float:
+        """The rate at which bytes of other ranks have come, by what collectives have taken so
+        far."""
+        rows = [self.moved[lane] for lane in ("gather", "exchange")]
+        nbytes, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
+        return nbytes / seconds if nbytes and seconds else NOMINAL_BYTES_PER_S
 
     def totals(self, reset: bool = False) -> dict[str, Any]:
         """Bytes that this rank has sent, and seconds that collectives took, by lane; since the last

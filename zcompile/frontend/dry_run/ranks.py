@@ -1,0 +1,79 @@
+"""Stands in for the other ranks in a dry run: what crosses is over at once, and brings no bytes.
+
+The step that is walked is that of rank 0, which never holds less than another. What its collectives
+take is up to the simulator (`planner/paths.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.frontend.dry_run.device import blank
+from zcompile.ir.partition import Partition
+from zcompile.runtime.ranks.fabric import Exchanged, Fabric
+from zcompile.runtime.transfer.ticket import Promise, Ticket
+
+
+def _done() -> Promise:
+    made = Promise()
+    made.finish()
+    return made
+
+
+class DryRunFabric(Fabric):
+    """Rank 0 of `size` ranks, the others of which are nowhere."""
+
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
+
+    @property
+    def ranks_on_this_host(self) -> int:
+        return 1
+
+    def compare(self, what: str, value: bytes, *detail: object, text: str = "") -> list[bytes]:
+        return [value] * self.size
+
+    def begin_agreement(self, what: str, detail: bytes, text: str) -> Promise:
+        return _done()
+
+    def rows(self, own: Tensor) -> Tensor:
+        return own.reshape(1, -1).expand(self.size, -1)
+
+    def gather(self, whole: Tensor, name: str, after: Sequence[Ticket]) -> Promise:
+        return _done()
+
+    def exchange(
+        self, flat: Tensor, partition: Partition | None, name: str, after: Sequence[Ticket]
+    ) -> Exchanged:
+        return _parts(flat.numel() if partition is None else partition.count, flat.dtype)
+
+    def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
+        return [_parts(flat.numel(), flat.dtype) for flat in flats]
+
+    def add(self, exchanged: Exchanged, more: Exchanged) -> None:
+        return
+
+    def scaled(self, exchanged: Exchanged) -> Exchanged:
+        return exchanged
+
+    def folded(self, exchanged: Exchanged) -> Exchanged:
+        return exchanged
+
+    def failed_here(self, error: BaseException) -> None:
+        return
+
+    def check(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+    def totals(self, reset: bool = False) -> dict[str, Any]:
+        return {"rank": self.rank, "ranks": self.size, "bytes": {}, "seconds": {}}
+
+
+def _parts(count: int, dtype: torch.dtype) -> Exchanged:
+    """What all ranks make of a gradient, as parts of one: [1, count]."""
+    return Exchanged(blank((1, count), (count, 1), dtype), _done())

@@ -172,6 +172,8 @@ def _to_come(session: Session, named: Named) -> RowsToCome | None:
     cannot name them, or the disk has no room for their gradients beside new versions of what the
     next step changes, and for the gradients of that."""
     session.run_noted_ops()
+    if session.fabric is not None:
+        return None  # a row computes on shares, and other numbers of ranks read the commit
     found = rows_to_come(session.late, named)
     if found is None or session.commit_log is None:
         return None

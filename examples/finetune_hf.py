@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import zcompile
 from examples import options, report
-from examples.loop import compare_with_eager, train
+from examples.loop import train
 from examples.text import VOCABULARY, Batch, InputInvalid
 
 SMALL = {
@@ -109,16 +109,13 @@ def run(args: argparse.Namespace) -> int:
         torch.manual_seed(task.seed)
         causal = zcompile.offload(task.build(), config)
         causal.compile(backend="zinf")
-        print(report.opening(causal, config))
-        progress = report.Progress("step", task.steps, task.tokens_per_step, causal)
-        losses = train(task, causal, device, progress, options.keeping(args))
-        print(report.closing(losses, zcompile.stats(causal), config))
-        if not args.check:
-            return 0
-        progress = report.Progress("eager step", task.steps, task.tokens_per_step)
-        found = compare_with_eager(task, causal, losses, device, progress)
-        print(report.verdict(found))
-        return 0 if found.equal else 1
+        with options.ranks() as ranks:
+            print(report.opening(causal, config, ranks.size))
+            tokens = task.tokens_per_step * ranks.size
+            progress = report.Progress("step", task.steps, tokens, causal)
+            losses = train(task, causal, device, progress, options.keeping(args), ranks)
+            print(report.closing(losses, zcompile.stats(causal), config))
+            return options.check(task, causal, losses, device, ranks) if args.check else 0
 
 
 if __name__ == "__main__":

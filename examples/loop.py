@@ -1,10 +1,11 @@
 """The training loops of the examples: plain PyTorch, the same for tiered and for eager models.
 
-Only the two lines that save and resume name zcompile; they take plain models too.
+Only the two lines that save and resume name zcompile; they take plain models too. Under torchrun
+each rank takes its part of the batches (`ranks.py`); the rest is as it is for one process.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
 import zcompile
+from examples.ranks import ALONE, Ranks, clip_as_ranks_do, train_as
 from examples.text import Batch, InputInvalid, batches
 
 MOST_NORM = 1.0
@@ -34,7 +36,7 @@ class Task:
     build       a model with random values, on the CPU
     loss        of a model on a batch, a scalar
     text        uint8 [n]
-    steps       optimizer steps, of `accumulate` batches each
+    steps       optimizer steps, of `accumulate` batches each, on each rank
     batch       sequences, of `sequence` bytes each
     lr          the highest; it rises and falls along cosines
     seed        of the values and of the batches
@@ -74,9 +76,14 @@ class Keeping:
 
 
 def train(
-    task: Task, model: nn.Module, device: torch.device, watch: Watch, keeping: Keeping = Keeping()
+    task: Task,
+    model: nn.Module,
+    device: torch.device,
+    watch: Watch,
+    keeping: Keeping = Keeping(),
+    ranks: Ranks = ALONE,
 ) -> list[float]:
-    """Train `model`, compiled or not; the loss of every step, in order.
+    """Train `model`, compiled or not; the loss of every step, in order: of all ranks, the mean.
 
     raises  InputInvalid, if what is resumed was another training
     """
@@ -86,7 +93,8 @@ def train(
     schedule = OneCycleLR(
         optimizer, task.lr, total_steps=task.steps, pct_start=warm_up, cycle_momentum=False
     )
-    data = batches(task.text, task.batch, task.sequence, task.seed, device)
+    data = ranks.rounds(batches(task.text, task.batch, task.sequence, task.seed, device))
+    clip = clip_as_ranks_do if ranks.is_twin else nn.utils.clip_grad_norm_
     model.train()
     losses: list[float] = []
     if keeping.resume is not None:
@@ -97,16 +105,17 @@ def train(
             next(data)
     for step in range(len(losses), task.steps):
         begin = time.perf_counter()
-        total = 0.0
+        found: list[float] = []
         for _ in range(task.accumulate):
-            loss = task.loss(model, next(data)) / task.accumulate
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+            for batch in next(data):
+                loss = task.loss(model, batch) / task.accumulate
+                loss.backward()
+                found.append(loss.item())
+        clip(model.parameters(), MOST_NORM)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        losses.append(total)
+        losses.append(total := ranks.mean(found))
         watch(step, total, time.perf_counter() - begin)
         if keeping.due(step + 1, task.steps):
             told = {"losses": losses, "schedule": schedule.state_dict(), "seed": task.seed}
@@ -161,19 +170,34 @@ class Comparison:
         return not self.steps and not self.parameters
 
 
-def compare_with_eager(
-    task: Task, model: nn.Module, losses: list[float], device: torch.device, watch: Watch
-) -> Comparison:
-    """Train the same from the start without zcompile, and compare every bit.
+def values_of(model: nn.Module, ranks: Ranks) -> Mapping[str, Tensor]:
+    """The parameters to compare with: of several ranks copies, since all of them have to be there
+    when one is read, and one of them compares."""
+    named = dict(model.named_parameters())
+    return named if ranks.size == 1 else {n: p.detach().cpu().clone() for n, p in named.items()}
 
-    model, losses  what `train` left and returned; the model is the one that was built, uncompiled
+
+def compare_with_eager(
+    task: Task,
+    values: Mapping[str, Tensor],
+    losses: list[float],
+    device: torch.device,
+    watch: Watch,
+    ranks: Ranks = ALONE,
+) -> Comparison:
+    """Train the same from the start without zcompile, in one process, and compare every bit.
+
+    values, losses  what `train` left and returned; the parameters by the names of the model that
+                    was built, uncompiled
     """
     torch.manual_seed(task.seed)
     eager = task.build().to(device)
-    theirs = train(task, eager, device, watch)
+    if ranks.size > 1:
+        train_as(ranks, eager)
+    theirs = train(task, eager, device, watch, ranks=ranks.twin)
     twins = dict(eager.named_parameters())
     apart = {}
-    for name, param in model.named_parameters():
+    for name, param in values.items():
         ours, other = param.detach(), twins[name].detach()
         if not torch.equal(ours, other):
             apart[name] = float((ours - other).abs().max())

@@ -1,10 +1,11 @@
 """What the training examples can be told, and what follows from it."""
 
 import argparse
+import io
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -14,7 +15,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import zcompile
 from examples import report
-from examples.loop import Keeping, Task
+from examples.loop import Keeping, Task, compare_with_eager, values_of
+from examples.ranks import Ranks, known_ranks
 from examples.text import Batch, InputInvalid, read_text
 from zcompile.config import LINKS
 
@@ -71,7 +73,9 @@ def parser(
     made.add_argument("--steps", type=positive, default=steps, help=f"default {steps}")
     made.add_argument("--batch", type=positive, default=batch, help=f"sequences; default {batch}")
     made.add_argument("--seq", type=positive, default=sequence, help=f"bytes; default {sequence}")
-    made.add_argument("--accumulate", type=positive, default=1, help="batches per step; default 1")
+    made.add_argument(
+        "--accumulate", type=positive, default=1, help="batches per step, on each rank; default 1"
+    )
     made.add_argument("--lr", type=rate, default=lr, help=f"default {lr}")
     made.add_argument("--seed", type=natural, default=0)
     made.add_argument(
@@ -163,6 +167,36 @@ def task(
     return Task(
         build, loss, text, args.steps, args.accumulate, args.batch, args.seq, args.lr, args.seed
     )
+
+
+@contextmanager
+def ranks() -> Iterator[Ranks]:
+    """The ranks that train together, once the model is there; the first of them prints."""
+    known = known_ranks()
+    if known.first:
+        yield known
+    else:
+        with redirect_stdout(io.StringIO()):
+            yield known
+
+
+def check(
+    task: Task, model: nn.Module, losses: list[float], device: torch.device, known: Ranks
+) -> int:
+    """Compare a training with its eager twin, and print how they agree; the exit code.
+
+    With several ranks the model is closed: the first of them trains the twin by itself.
+    """
+    values = values_of(model, known)
+    if known.size > 1:
+        zcompile.close(model)
+    if not known.first:
+        return 0
+    tokens = task.tokens_per_step * known.size
+    progress = report.Progress("eager step", task.steps, tokens)
+    found = compare_with_eager(task, values, losses, device, progress, known)
+    print(report.verdict(found))
+    return 0 if found.equal else 1
 
 
 def keeping(args: argparse.Namespace) -> Keeping:

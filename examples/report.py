@@ -56,15 +56,17 @@ class Progress:
         ]
 
 
-def opening(model: nn.Module, config: zcompile.Config) -> str:
-    """What is trained, and within which budgets."""
+def opening(model: nn.Module, config: zcompile.Config, ranks: int = 1) -> str:
+    """What is trained, and within which budgets, by how many ranks."""
     count = sum(param.numel() for param in model.parameters())
     weights = sum(param.numel() * param.element_size() for param in model.parameters())
     directories = ", ".join(str(path) for path in config.disk or ())
+    shared = f", shared by {ranks} ranks" if ranks > 1 else ""
+    each = "each " if ranks > 1 else ""
     return (
         f"{count / 1e6:.1f} M parameters: {show_size(weights)} of weights, "
-        f"{show_size(4 * weights)} with gradients and the states of AdamW\n"
-        f"on {config.device}: device {_shown(config.device_memory)}, "
+        f"{show_size(4 * weights)} with gradients and the states of AdamW{shared}\n"
+        f"{each}on {config.device}: device {_shown(config.device_memory)}, "
         f"host {_shown(config.host_memory)}, disk {directories}"
     )
 

@@ -5,6 +5,7 @@
     python examples/train_gpt.py --check    # the same steps in eager: equal to the last bit?
     python examples/train_gpt.py --save kept --save-every 8     # and, once interrupted:
     python examples/train_gpt.py --resume kept --save kept
+    torchrun --nproc-per-node 2 examples/train_gpt.py --check       # two ranks train one model
 
 A byte is a token, so no tokenizer is needed. Only the lines that name zcompile, and the backend,
 differ from an ordinary program.
@@ -21,7 +22,7 @@ from torch.nn import functional
 
 import zcompile
 from examples import options, report
-from examples.loop import Task, compare_with_eager, train
+from examples.loop import Task, train
 from examples.text import VOCABULARY, InputInvalid
 
 
@@ -174,18 +175,15 @@ def run(args: argparse.Namespace) -> int:
         with zcompile.init(config):
             gpt = task.build()
         compiled = torch.compile(gpt, backend="zinf")
-        print(report.opening(gpt, config))
-        progress = report.Progress("step", task.steps, task.tokens_per_step, gpt)
-        losses = train(task, compiled, device, progress, options.keeping(args))
-        print(report.closing(losses, zcompile.stats(gpt), config))
-        if args.sample:
-            write_sample(compiled, args.sample, task.sequence, device)
-        if not args.check:
-            return 0
-        progress = report.Progress("eager step", task.steps, task.tokens_per_step)
-        found = compare_with_eager(task, gpt, losses, device, progress)
-        print(report.verdict(found))
-        return 0 if found.equal else 1
+        with options.ranks() as ranks:
+            print(report.opening(gpt, config, ranks.size))
+            tokens = task.tokens_per_step * ranks.size
+            progress = report.Progress("step", task.steps, tokens, gpt)
+            losses = train(task, compiled, device, progress, options.keeping(args), ranks)
+            print(report.closing(losses, zcompile.stats(gpt), config))
+            if args.sample:
+                write_sample(compiled, args.sample, task.sequence, device)
+            return options.check(task, gpt, losses, device, ranks) if args.check else 0
 
 
 if __name__ == "__main__":

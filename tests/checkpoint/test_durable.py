@@ -149,12 +149,12 @@ def test_an_interrupt_during_a_commit_waits_for_its_end(tmp_path, monkeypatch, l
     run = Run(tmp_path).train(0, 2)
     switch = run.commit_log.files.switch
 
-    def interrupted(content):
+    def interrupted(*content):
         if late:
-            switch(content)
+            switch(*content)
         os.kill(os.getpid(), signal.SIGINT)
         if not late:
-            switch(content)
+            switch(*content)
 
     with monkeypatch.context() as patch:
         patch.setattr(run.commit_log.files, "switch", interrupted)

@@ -63,10 +63,19 @@ TINY_HF = (
 )
 
 
-def run(example: str, *given: object) -> subprocess.CompletedProcess[str]:
+def run(example: str, *given: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """What an example does; of several ranks, under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    own = {name: text for name, text in os.environ.items() if ranks == 1 or "XDIST" not in name}
+    threads = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"} if ranks > 1 else {}
     return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / example), *map(str, given)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [
+            sys.executable,
+            *(launch if ranks > 1 else []),
+            str(ROOT / "examples" / example),
+            *map(str, given),
+        ],
+        env={**own, **threads, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         text=True,
         capture_output=True,
@@ -112,6 +121,27 @@ def test_the_gpt_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -
         assert f"\n  {row} " in done.stdout
     assert "the trained model writes: def " in done.stdout
     assert list(tmp_path.glob("*")) == [text], "the directory is left as it was"
+
+
+def check_ranks(text: Path, ranks: int) -> None:
+    given = ("--width", 64, "--data", text, "--accumulate", 4 // ranks, "--check")
+    done = run("train_gpt.py", *TINY_GPT, *given, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"shared by {ranks} ranks" in done.stdout
+    for sentence in ("losses: all 3 bit-equal to eager", "the trained model writes: def "):
+        assert done.stdout.count(sentence) == 1, "the first rank alone tells"
+    assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_of_torchrun_train_the_gpt_to_the_bits_of_one_eager_process(text: Path) -> None:
+    check_ranks(text, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(3)
+def test_so_do_three_though_a_third_rounds(text: Path) -> None:
+    check_ranks(text, 3)
 
 
 @pytest.mark.slow

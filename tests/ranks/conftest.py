@@ -7,10 +7,9 @@ import torch
 from rank_pool import RankPool
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """What ranks are compared with computes with as many threads as each of them: sums of matmuls
-    are not the same with more."""
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """What ranks are compared with is computed as they compute: sums round as threads cut them."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -17,6 +17,7 @@ from rank_models import (
     words,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import zcompile
 from zcompile.errors import Unsupported
@@ -212,19 +213,35 @@ def test_where_values_differ_those_of_rank_0_are_taken(pool, opened):
     assert pool.run(seeded, 4, opened) == [digest(Words().parameters())] * 4
 
 
-# --- Beside DistributedDataParallel ---
+# --- Beside DistributedDataParallel and FSDP2 ---
 
 
-def test_two_ranks_end_with_the_bits_of_ddp(pool):
+@pytest.mark.parametrize("peer", ["DDP", "FSDP2"])
+def test_two_ranks_end_with_the_bits_of(pool, peer):
     """One micro-batch of each rank: two of them are summed in the only order that there is."""
-    theirs = pool.run(one_batch_each, 2, True)
-    assert pool.run(one_batch_each, 2, False) == theirs
+    theirs = pool.run(one_batch_each, 2, peer)
+    assert pool.run(one_batch_each, 2, "") == theirs
 
 
-def one_batch_each(mesh, ddp):
+def whole_state_of(model, optimizer):
+    """As `state_of`, of parameters and states that FSDP2 has cut."""
+    params = [param.full_tensor() for param in model.parameters()]
+    states = [
+        {key: getattr(value, "full_tensor", value.clone)() for key, value in held.items()}
+        for held in (optimizer.state[param] for param in model.parameters())
+    ]
+    found = {"weights": digest(params)}
+    return found | {key: digest(held[key] for held in states) for key in sorted(states[0])}
+
+
+def one_batch_each(mesh, peer):
     model, rank = words(), mesh.get_local_rank()
-    if ddp:
+    if peer == "DDP":
         run = nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    elif peer == "FSDP2":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        run = fully_shard(model, mesh=mesh)
     else:
         zcompile.offload(model, mesh=mesh, **BUDGETS)
         run = torch.compile(model, backend="zinf")
@@ -233,8 +250,8 @@ def one_batch_each(mesh, ddp):
         run(*batch(step, rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = state_of(model, optimizer)
-    if not ddp:
+    found = (whole_state_of if peer == "FSDP2" else state_of)(model, optimizer)
+    if not peer:
         zcompile.close(model)
     return found
 
@@ -249,10 +266,6 @@ def refused(mesh, case):
     except Unsupported as error:
         return str(error)
     return "not refused"
-
-
-def durable(model, mesh):
-    zcompile.offload(model, mesh=mesh, durable=True, disk="/tmp", **BUDGETS)
 
 
 def narrow(model, mesh):
@@ -276,7 +289,6 @@ def uncompiled(model, mesh):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("durable", "durable=True is asked for, and several ranks train one model"),
         ("narrow", "param_dtype=torch.bfloat16 is asked for, and several ranks"),
         ("in_tiles", "tile_bytes=8192 is asked for, and several ranks"),
         ("assigned", "the .data of 'head.weight' is assigned, and several ranks"),

@@ -15,28 +15,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.checkpoint.late_rows import LATE, RowsToCome, UpdatesToCome, rows_to_come
-from zcompile.checkpoint.state import Fact, describe, restore
+from zcompile.checkpoint.state import Fact, describe, fabric_behind, restore
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
+from zcompile.ir.partition import Partition
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.closing import open_stores
 from zcompile.runtime.durable.check import check_all
 from zcompile.runtime.durable.commit import CommitLog, Named
 from zcompile.runtime.durable.directory import check_data
-from zcompile.runtime.durable.index import INDEX_NAME, Index, SmallTensor, StoredTensor, read_index
+from zcompile.runtime.durable.index import INDEX_NAME, Index, SmallTensor, StoredTensor
 from zcompile.runtime.durable.recover import Copier, Recovery
+from zcompile.runtime.durable.worlds import World, held_in, newest_in, sharing_of
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import (
     Directory,
     close_or_warn,
+    is_directory,
     is_regular,
     open_directory,
     stat_through_links,
     unusable_error,
 )
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.tiers.directory_lock import DirectoryLock
@@ -58,18 +63,29 @@ def commit_log_of(path: str | os.PathLike[str], model: nn.Module) -> CommitLog |
         if commit_log is None:
             return None
         own = any(directory.is_at(Path(path)) for directory in commit_log.files.directories)
-        return commit_log if own else None
+        return commit_log if own or _names(path, commit_log.given) else None
     return None
+
+
+def _names(path: str | os.PathLike[str], given: Path) -> bool:
+    """Whether `path` names the directory `given`."""
+    try:
+        return Path(path).samefile(given)
+    except OSError:
+        return False
 
 
 def check_step(session: Session, optimizer: Optimizer) -> None:
     """Check that a durable step can be committed, while nothing is written yet.
 
-    raises  DurableHeld, TierFull, CommitFailed, Unsupported
+    raises  DurableHeld, TierFull, CommitFailed, Unsupported; the other ranks are told
     """
-    commit_log = session.commit_log
-    if commit_log is None:
-        return
+    if session.commit_log is not None:
+        with told_to_ranks(session.fabric):
+            _check_step(session, session.commit_log, optimizer)
+
+
+def _check_step(session: Session, commit_log: CommitLog, optimizer: Optimizer) -> None:
     _check_trained(_model_of(session), optimizer)
     commit_log.check(_changing(session, optimizer))
     _check_resumed(commit_log)
@@ -144,10 +160,11 @@ def _changing(session: Session, optimizer: Optimizer) -> Iterator[Entry]:
 def commit_step(session: Session, optimizer: Optimizer) -> None:
     """Commit the step that has just ended: a killed run resumes from it.
 
-    raises  what `CommitLog.commit` raises
+    raises  what `CommitLog.commit` raises; the other ranks are told
     """
     if (commit_log := session.commit_log) is not None:
-        commit(commit_log, _model_of(session), optimizer, step=commit_log.step + 1)
+        with told_to_ranks(session.fabric):
+            commit(commit_log, _model_of(session), optimizer, step=commit_log.step + 1)
 
 
 def _to_come(session: Session, named: Named) -> RowsToCome | None:
@@ -155,6 +172,8 @@ def _to_come(session: Session, named: Named) -> RowsToCome | None:
     cannot name them, or the disk has no room for their gradients beside new versions of what the
     next step changes, and for the gradients of that."""
     session.run_noted_ops()
+    if session.fabric is not None:
+        return None  # a row computes on shares, and other numbers of ranks read the commit
     found = rows_to_come(session.late, named)
     if found is None or session.commit_log is None:
         return None
@@ -207,6 +226,9 @@ def resume_durable(
 ) -> dict[str, Any]:
     """Put the last commit back, after every checksum of it was found right.
 
+    It may be of another number of ranks, below the directory that was given: then it is copied, and
+    stays as it is.
+
     returns  what `zcompile.save` was given last, and "step"
     raises   NothingCommitted, DurableDamaged, CheckpointMismatch
     """
@@ -217,8 +239,17 @@ def resume_durable(
             "resume once, before the first step; to go back to an earlier state, resume in a new "
             "process",
         )
+    newest = commit_log.newest()
+    ranks = fabric_behind(model)
+    if ranks is not None:
+        last = found if newest is None else newest.index
+        text = "nothing" if last is None else f"step {last.step} in {commit_log.given}"
+        ranks.agree("resume", text, text=text)
+    if newest is not None:
+        return _continue_from(commit_log, newest, model, optimizer, ranks)
     if found is None:
-        raise _nothing_in(commit_log.files.home)
+        raise _nothing_in(commit_log.files.home, commit_log.given)
+    _check_own(commit_log, found, ranks)
     check_all(found, commit_log.files.directories)
     adopter = Recovery(commit_log, found)
     source = DurableSource(commit_log.files.home.path, found, commit_log.files.smalls, adopter)
@@ -232,9 +263,39 @@ def resume_durable(
     return {**extra, "step": found.step}
 
 
-def _nothing_in(home: Directory) -> ZinfError:
+def _check_own(commit_log: CommitLog, found: Index, ranks: Fabric | None) -> None:
+    """Refuse the part of one rank where another is resumed. raises  Unsupported, DurableDamaged"""
+    home = commit_log.files.home.path
+    part = sharing_of(found, home / INDEX_NAME)
+    whose = "what one process" if part is None else f"what rank {part.rank} of {part.ranks}"
+    here = "what one process" if ranks is None else f"what rank {ranks.rank} of {ranks.size}"
+    if whose != here:
+        raise Unsupported(
+            f"disk={str(home)!r} holds {whose} has committed, and not {here} has",
+            f"give the directory that holds the parts of all ranks ({home.parent}) as disk",
+        )
+
+
+def _continue_from(
+    commit_log: CommitLog,
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    ranks: Fabric | None,
+) -> dict[str, Any]:
+    """Put back what another number of ranks has committed last; the next commit is ours."""
+    extra, index = _copied(world, model, optimizer, commit_log.files.home.system, ranks)
+    commit_log.continue_from(index, _optimizer_in(index) if optimizer is None else None)
+    commit_log.keep_extra(extra, _extra_step(index))
+    commit_log.follow(optimizer)
+    logger.info(
+        "%s: resumed at step %d, of %d ranks", commit_log.given, index.step, len(world.paths)
+    )
+    return {**extra, "step": index.step}
+
+
+def _nothing_in(home: Directory, directory: Path) -> ZinfError:
     """The error about a directory without a commit."""
-    directory = home.path
     try:
         if stat_through_links(home.system, directory / STATE_FILE) is None:
             return NothingCommitted(directory, "holds no commit")
@@ -277,11 +338,15 @@ def _warn_of_age(directory: Path, extra: Mapping[str, Any], found: Index) -> Non
 
 
 def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
-    """Whether a commit lies in the directory `path`.
+    """Whether a commit lies in the directory `path`, or those of several ranks.
 
-    raises  OSError
+    raises  OSError, DurableDamaged, Unsupported
     """
-    return is_regular(stat_through_links(system, Path(path) / INDEX_NAME))
+    given = Path(path)
+    if is_regular(stat_through_links(system, given / INDEX_NAME)):
+        return True
+    found = stat_through_links(system, given)
+    return is_directory(found) and newest_in(given, system) is not None
 
 
 def resume_copy(
@@ -293,36 +358,82 @@ def resume_copy(
     """As `resume_durable`, for a model that rests elsewhere, or nowhere; the commit stays as it is.
 
     system  makes all calls on the files of the commit
+    raises  DiskOwned, DiskUnusable, DurableDamaged, CheckpointMismatch, Unsupported
+    """
+    world = newest_in(Path(path), system)
+    if world is None:
+        raise NothingCommitted(Path(path), "holds no commit")
+    extra, index = _copied(world, model, optimizer, system, fabric_behind(model))
+    return {**extra, "step": index.step}
+
+
+def _copied(
+    world: World,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    system: SystemCalls,
+    ranks: Fabric | None,
+) -> tuple[dict[str, Any], Index]:
+    """Put back what lies in directories of others, which nobody may write meanwhile; what
+    `zcompile.save` was given last, and the part of the first rank.
+
     raises  DiskOwned, DiskUnusable, DurableDamaged, CheckpointMismatch
     """
-    with ExitStack() as stack:
-        try:
-            with deferred_interrupts():  # one between a lock and its callback would leave it held
-                directories, index, smalls = _claimed(stack, Path(path), system)
-        except ZinfError:
-            raise
-        except OSError as error:
-            raise unusable_error(Path(path), error) from error
-        home = directories[0]
-        check_all(index, directories)
-        source = DurableSource(home.path, index, smalls, Copier(directories))
+    locking = ranks is None or ranks.rank == 0  # for all: they read beside each other
+    with told_to_ranks(ranks), ExitStack() as stack:
+        sources = [
+            _source(stack, path, commit[0].serial, system, locking)
+            for path, commit in zip(world.paths, world.commits, strict=True)
+        ]
+        if ranks is not None:
+            ranks.agree("read what was committed", world.index.serial)
+        source = sources[0] if len(sources) == 1 else SharedSource(sources)
         extra = restore(source, model, optimizer)
-        _warn_of_age(home.path, extra, index)
-        return {**extra, "step": index.step}
+        if ranks is not None:
+            ranks.agree("have read what was committed", world.index.serial)
+        index = sources[0].index
+        _warn_of_age(world.paths[0], extra, index)
+    return extra, index
+
+
+def _source(
+    stack: ExitStack, path: Path, serial: int, system: SystemCalls, locking: bool
+) -> "DurableSource":
+    """The part of a commit that lies in `path`, every checksum of which is right.
+
+    stack    keeps its directories open
+    locking  they are locked as long
+    raises   NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged
+    """
+    try:
+        with deferred_interrupts():  # one between a lock and its callback would leave it held
+            directories, index, smalls = _claimed(stack, path, serial, system, locking)
+    except ZinfError:
+        raise
+    except OSError as error:
+        raise unusable_error(path, error) from error
+    check_all(index, directories)
+    return DurableSource(directories[0].path, index, smalls, Copier(directories))
 
 
 def _claimed(
-    stack: ExitStack, path: Path, system: SystemCalls
+    stack: ExitStack, path: Path, serial: int, system: SystemCalls, locking: bool
 ) -> tuple[Sequence[Directory], Index, bytes]:
-    """The directories of the commit in `path`, locked until `stack` ends, and the index there.
+    """The directories of commit `serial` in `path`, open until `stack` ends, and the index there.
 
     raises  NothingCommitted, DiskOwned, DiskUnusable, DurableDamaged, OSError
     """
+
+    def claim(directory: Directory) -> None:
+        if locking:
+            lock = DirectoryLock(directory, reclaiming=False)
+            stack.callback(close_or_warn, directory.path, lock.release)
+
     home = stack.enter_context(open_directory(path, system))
-    stack.callback(close_or_warn, home.path, DirectoryLock(home, reclaiming=False).release)
-    found = read_index(home)
+    claim(home)
+    found = held_in(home).numbered(serial)
     if found is None:
-        raise NothingCommitted(home.path, "holds no commit")
+        raise NothingCommitted(home.path, "holds no commit any more")
     index, smalls = found
     others = [
         stack.enter_context(open_directory(Path(name), system)) for name in index.directories[1:]
@@ -330,7 +441,7 @@ def _claimed(
     directories = [home, *others]
     check_data(index, home, directories)  # before anything is made where the index says
     for other in others:
-        stack.callback(close_or_warn, other.path, DirectoryLock(other, reclaiming=False).release)
+        claim(other)
     check_data(index, home, directories)
     return directories, index, smalls
 
@@ -346,14 +457,19 @@ def _model_of(session: Session) -> nn.Module:
 
 
 class DurableSource:
-    """The last commit, as `state.restore` reads it."""
+    """The last commit, as `state.restore` reads it; of several ranks the part of one.
+
+    index    of the commit
+    sharing  whose part it is; None: all of it
+    """
 
     def __init__(self, directory: Path, index: Index, smalls: bytes, copier: Copier) -> None:
         self.where = str(directory)
         self.meta: Mapping[str, Any] = index.meta
         self._copier = copier
-        self._index = index
+        self.index = index
         self._path = directory / INDEX_NAME
+        self.sharing = sharing_of(index, self._path)
         self._smalls = {small.name: small for small in index.smalls}
         self._tensors = {tensor.name: tensor for tensor in index.tensors}
         self._bytes = smalls
@@ -365,12 +481,16 @@ class DurableSource:
 
         raises  DurableDamaged
         """
-        for kept in self._index.tensors:
-            layout = Layout(kept.size, kept.stride, kept.start, self._dtype(kept.name, kept.dtype))
+        for kept in self.index.tensors:
+            layout = self.layout_of(kept)
             needed = (layout.offset + layout.span) * layout.dtype.itemsize
+            if (part := self.part_of(kept)) is not None:
+                if not layout.covers(layout.nbytes):
+                    raise self._misfit(kept, layout.span, layout.numel)
+                needed = part.count * layout.dtype.itemsize
             if needed > kept.nbytes:
                 raise self._misfit(kept, needed, kept.nbytes)
-        for small in self._index.smalls:
+        for small in self.index.smalls:
             needed = math.prod(small.size) * self._dtype(small.name, small.dtype).itemsize
             if needed != small.end - small.begin:
                 raise self._misfit(small, needed, small.end - small.begin)
@@ -398,24 +518,47 @@ class DurableSource:
 
     def facts(self) -> Mapping[str, Fact]:
         rows: list[StoredTensor | SmallTensor] = [
-            *(t for t in self._index.tensors if t.kind != EntryKind.GRAD.value),
-            *self._index.smalls,
+            *(t for t in self.index.tensors if t.kind != EntryKind.GRAD.value),
+            *self.index.smalls,
         ]
         return {row.name: Fact(self._dtype(row.name, row.dtype), row.size) for row in rows}
 
     def fill(self, name: str, target: Tensor) -> None:
         with torch.no_grad():
             if name in self._smalls:
-                target.copy_(self._small(name))
+                give(target, self._small(name))
                 return
             kept = self._tensors[name]
-            layout = Layout(kept.size, kept.stride, kept.start, self._dtype(name, kept.dtype))
+            layout = self.layout_of(kept)
             if name in self._late:
-                target.copy_(layout.view(self._late.value(name)))
+                give(target, layout.view(self._late.value(name)))
                 return
             if isinstance(target, TieredTensor) and self._taken(kept, layout, target):
                 return
-            target.copy_(layout.view(self._copier.read(kept)))
+            if self.part_of(kept) is None:
+                give(target, layout.view(self._copier.read(kept)))
+            else:
+                assert isinstance(target, TieredTensor), "this rank has opened its own directory"
+                put_share(target, self._copier.read(kept))
+
+    def row(self, name: str) -> StoredTensor | None:
+        """What is said of a tensor that rests in a data file; None of others."""
+        return self._tensors.get(name)
+
+    def read(self, kept: StoredTensor) -> Tensor:
+        """The bytes of a tensor, or of this rank's share: uint8 [kept.nbytes]."""
+        return self._copier.read(kept)
+
+    def layout_of(self, kept: StoredTensor) -> Layout:
+        """Of the whole tensor. raises  DurableDamaged"""
+        return Layout(kept.size, kept.stride, kept.start, self._dtype(kept.name, kept.dtype))
+
+    def part_of(self, kept: StoredTensor) -> Partition | None:
+        """Which elements of a tensor lie here; None: all."""
+        sharing = self.sharing
+        if sharing is None or kept.name not in sharing.shares:
+            return None
+        return Partition(math.prod(kept.size), sharing.rank, sharing.ranks)
 
     def _taken(self, kept: StoredTensor, layout: Layout, target: TieredTensor) -> bool:
         """Whether the entry of `target` could take over the extent."""
@@ -435,3 +578,81 @@ class DurableSource:
                 self._path, repr(name), f"has dtype {text}, which this torch does not have"
             )
         return dtype
+
+
+def give(target: Tensor, value: Tensor) -> None:
+    """Give a tensor a value that every rank has; on this one alone, since what is small may have
+    rested elsewhere on another."""
+    if isinstance(target, TieredTensor) and target.entry.store.fabric is not None:
+        layout, entry = target.entry_layout, target.entry
+        if entry.partition is None and layout.covers(entry.nbytes):
+            memory = torch.zeros(entry.nbytes, dtype=torch.uint8)
+            layout.view(memory).copy_(value)
+            put_share(target, memory)
+            return
+    target.copy_(value)
+
+
+def put_share(target: TieredTensor, share: Tensor) -> None:
+    """Give an entry the bytes that this rank holds of it.
+
+    share  uint8 [n]; the rest is padding
+    """
+    entry = target.entry
+    whole = torch.zeros(entry.nbytes, dtype=torch.uint8)
+    whole[: share.numel()] = share
+    entry.store.put(entry, whole).wait()
+    increment_version(target._handle)
+
+
+class SharedSource:
+    """The last commit of several ranks, read by other ranks, or by one process: what it keeps of a
+    tensor comes from the shares that have it."""
+
+    def __init__(self, sources: Sequence[DurableSource]) -> None:
+        self.where, self.meta = sources[0].where, sources[0].meta
+        self._sources = sources
+        for number, source in enumerate(sources):
+            sharing = source.sharing
+            if sharing is None or (sharing.rank, sharing.ranks) != (number, len(sources)):
+                raise DurableDamaged(
+                    Path(source.where), "the index", f"is not of rank {number} of {len(sources)}"
+                )
+
+    def facts(self) -> Mapping[str, Fact]:
+        return self._sources[0].facts()
+
+    def fill(self, name: str, target: Tensor) -> None:
+        first = self._sources[0]
+        kept = first.row(name)
+        if kept is None or first.part_of(kept) is None:
+            first.fill(name, target)
+            return
+        layout = first.layout_of(kept)
+        with torch.no_grad():
+            if (
+                isinstance(target, TieredTensor)
+                and target.entry.partition is not None
+                and target.entry_layout == layout
+            ):
+                put_share(target, self._elements(name, layout, *target.entry.partition.own))
+            else:
+                target.copy_(layout.view(self._elements(name, layout, 0, layout.numel)))
+
+    def _elements(self, name: str, layout: Layout, first: int, last: int) -> Tensor:
+        """The bytes of elements [first, last), in the order of storage."""
+        width = layout.dtype.itemsize
+        found = torch.zeros((last - first) * width, dtype=torch.uint8)
+        for source in self._sources:
+            kept = source.row(name)
+            part = None if kept is None else source.part_of(kept)
+            if kept is None or part is None:
+                raise DurableDamaged(
+                    Path(source.where), repr(name), "is a share on other ranks, and none here"
+                )
+            begin, end = part.own
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                share = source.read(kept)[(low - begin) * width : (high - begin) * width]
+                found[(low - first) * width : (high - first) * width] = share
+        return found

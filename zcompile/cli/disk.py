@@ -36,6 +36,7 @@ from zcompile.runtime.durable.index import (
     StoredTensor,
     read_index,
 )
+from zcompile.runtime.durable.worlds import given_for, prepared_in
 from zcompile.runtime.io.files import (
     Directory,
     close_or_warn,
@@ -201,6 +202,12 @@ def gc(path: Path, everything: bool, system: SystemCalls = KERNEL) -> Answer:
     """
     with _claimed([path], system) as (directory,):
         index = _readable(directory) if everything else _index(directory)
+        if not everything and (prepared := prepared_in(directory)) is not None:
+            raise DurableHeld(
+                given_for(path),
+                f"has step {prepared.step} prepared in {path.name}, which other ranks may have "
+                "committed",
+            )
         named = _others(index) if index else []
         if index is not None and everything:
             named = _own(index, directory, named)

@@ -47,11 +47,13 @@ from zcompile.ir.torch_compat import (
 )
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import show_size
+from zcompile.runtime.durable.settle import agreed_training, settle
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.rows import make_copy
 from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
+from zcompile.runtime.io.files import make_directory
 from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.progress import compiling_begins, compiling_ends, working
 from zcompile.runtime.ranks.fabric import Fabric
@@ -334,12 +336,20 @@ def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Sessio
     """A session of one of several ranks that train one model."""
     try:
         config = config_of_rank(config, fabric)
-        disks = config.disk if isinstance(config.disk, tuple) else ()
-        others = STAYING if config.stays_because else PLANNING
-        made = open_owned(
-            lambda: Session(config, others, opening, fabric), tuple(Path(p) for p in disks)
-        )
+        disks = tuple(Path(p) for p in config.disk) if isinstance(config.disk, tuple) else ()
+        if config.durable:
+            make_directory(disks[0]).close()
+            settle(disks[0], fabric)
+        stays = (
+            config.stays_because or config.durable
+        )  # of which steps of ranks are not planned yet
+        others = STAYING if stays else PLANNING
+        made = open_owned(lambda: Session(config, others, opening, fabric), disks)
         agree_on(config, made.device_budget, fabric)
+        if (commits := made.commit_log) is not None:
+            home = commits.files.home.path
+            index, run = commits.files.index, commits.files.run
+            commits.take_name(agreed_training(fabric, index, run, home))
         log.info("rank %d of %d holds a share of each tensor", fabric.rank, fabric.size)
     except BaseException as error:
         fabric.failed_here(error)

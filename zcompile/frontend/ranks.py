@@ -18,13 +18,14 @@ from zcompile.config import Config, is_mesh
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.ir.version import VERSION
 from zcompile.runtime.device.pages import machine_bytes
+from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
 from zcompile.runtime.ranks.fabric import Fabric
 
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
 processes. SLURM's is not among them: it says the same to a script that runs once."""
-ALIKE = ("activations", "regions", "max_lead", "reduction", "machine", "device")
+ALIKE = ("activations", "regions", "max_lead", "reduction", "machine", "device", "durable")
 """Fields of a config that decide what crosses between ranks."""
 
 
@@ -81,7 +82,6 @@ def _refuse_unready(config: Config) -> None:
     """Refuse what several ranks cannot do together yet. raises  Unsupported"""
     asked = {
         f"device={config.device!r}": torch.device(config.device or "cpu").type != "cpu",
-        "durable=True": config.durable,
         f"param_dtype={config.param_dtype}": config.param_dtype is not None,
         f"tile_bytes={config.tile_bytes}": config.tile_bytes is not None,
     }
@@ -103,11 +103,17 @@ def config_of_rank(config: Config, fabric: Fabric) -> Config:
     for path in disks:
         Path(path).mkdir(mode=0o700, exist_ok=True)
     dump = None if config.dump is None else Path(config.dump) / f"rank-{fabric.rank}"
+    own = [
+        directory_of_rank(Path(path), fabric.rank, fabric.size)
+        if config.durable  # what other numbers of ranks have committed stays beside it
+        else Path(path) / f"rank-{fabric.rank}"
+        for path in disks
+    ]
     return replace(
         config,
         device_memory=config.device_memory or part,
         host_memory=config.host_memory or part,
-        disk=tuple(Path(path) / f"rank-{fabric.rank}" for path in disks) or None,
+        disk=tuple(own) or None,
         dump=dump,
     )
 

@@ -5,6 +5,9 @@
     the index is written beside the old one, synced, and takes its name: this is the commit
     extents that only the old index named are free
 
+Of several ranks none renames its index before all have synced theirs (`worlds.py`); what the old
+ones named may then be written, on each rank by itself.
+
 An error before the rename leaves the last commit as it was; after one that comes with the rename,
 or later, only the disk knows which of the two is the last.
 
@@ -22,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +38,7 @@ from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.durable import index as durable_index
 from zcompile.runtime.durable.index import BEST, Piece, RunningChecksum
 from zcompile.runtime.durable.tier import DurableTier, Versions
+from zcompile.runtime.durable.worlds import Sharing, World, given_for, newest_in
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.tiers.base import Buffer, Extent, Place
 from zcompile.runtime.tiers.extents import WrittenRanges
@@ -71,6 +76,7 @@ class CommitLog:
     unresumed   class of the optimizer whose states the commit holds, and which was not resumed
     extra       what the user adds to each commit
     extra_step  the step at which `extra` was given
+    training    of several ranks: what the commits of all call it
     """
 
     def __init__(self, store: Store, tier: DurableTier, staging: Staging) -> None:
@@ -85,9 +91,26 @@ class CommitLog:
         self.unresumed: str | None = None
         self.extra: dict[str, Any] = {}
         self.extra_step = 0
+        self.training = ""
         self._copies: dict[int, _DiskCopy] = {}
+        self._looked = False
+        """Whether commits of other numbers of ranks were looked for."""
         self._failed: CommitFailed | None = None
         """Whether the index was switched may not be known then, so nothing is written after it."""
+
+    @property
+    def given(self) -> Path:
+        """The directory that the user gave; several ranks each have one below it."""
+        return given_for(self.files.home.path) if self._store.fabric else self.files.home.path
+
+    def newest(self) -> World | None:
+        """A commit below the directory that was given which is later than this run's own; by
+        another number of ranks. raises  Unsupported, DurableDamaged, DiskUnusable"""
+        if self.serial:
+            return None
+        found = newest_in(self.given, self.files.home.system)
+        own = self.files.index
+        return found if found and (own is None or own.serial < found.index.serial) else None
 
     def check(self, changing: Iterable[Entry] = ()) -> None:
         """Check before a step that its changes can be committed.
@@ -99,9 +122,16 @@ class CommitLog:
         if self._failed is not None:
             raise self._failed
         if not self.resumed and self.files.index is not None:
-            raise DurableHeld(
-                self.files.home.path, f"holds step {self.files.index.step} of an earlier run"
-            )
+            raise DurableHeld(self.given, f"holds step {self.files.index.step} of an earlier run")
+        if not self.serial and not self._looked:
+            if (found := self.newest()) is not None:
+                ranks = len(found.paths)
+                raise DurableHeld(
+                    self.given,
+                    f"holds step {found.index.step} of an earlier run of {ranks} "
+                    f"rank{'s' if ranks > 1 else ''}",
+                )
+            self._looked = True
         needed = self._bytes_to_come(changing)
         _, used, most = self.tier.usage()
         if used + needed > most:
@@ -159,7 +189,7 @@ class CommitLog:
                 one.step = step if one.working is not None else one.step
             content = self._content(large, versions, {**smalls, **small}, meta, step)
             self.files.sync()
-            self.files.switch(content)
+            self.files.switch(content, self._agreement(step))
         except BaseException as error:
             why = error if isinstance(error, OSError) else _INTERRUPTED
             self._failed = CommitFailed(
@@ -175,6 +205,35 @@ class CommitLog:
         self.tier.release_replaced()
         self.step, self.serial = step, self.serial + 1
         self._failed = None
+
+    def _agreement(self, step: int) -> Callable[[], None] | None:
+        """What waits until all ranks have prepared this commit; None for one process alone."""
+        fabric = self._store.fabric
+        if fabric is None:
+            return None
+        text = f"number {self.serial}, of step {step}"
+        return partial(fabric.agree, "commit", self.serial, step, self.training, text=text)
+
+    def _sharing(self, named: Named) -> Sharing | None:
+        """Whose part of a commit this rank makes; None: all of it."""
+        fabric = self._store.fabric
+        if fabric is None:
+            return None
+        shares = frozenset(n for n, (entry, _) in named.items() if entry.partition is not None)
+        return Sharing(fabric.rank, fabric.size, self.training, shares)
+
+    def take_name(self, training: str) -> None:
+        """Let the commits of this rank be of `training`, as those of all are."""
+        self.training = training
+
+    def continue_from(self, index: durable_index.Index, unresumed: str | None) -> None:
+        """Note that entries hold what `index` names, which lies elsewhere, and which comes after
+        what this directory may hold; `unresumed` as in `resume`."""
+        self.step, self.serial, self.resumed = index.step, index.serial + 1, True
+        self.unresumed = unresumed
+        if (own := self.files.index) is not None:
+            extents = [Extent(t.file, t.offset, t.room, t.name) for t in own.tensors]
+            self.tier.release_at_next_commit(extents)
 
     def begin_recovery(self) -> None:
         """Entries begin to take over what the directory held."""
@@ -267,6 +326,8 @@ class CommitLog:
             _stored_tensor(name, entry, layout, versions[name])
             for name, (entry, layout) in named.items()
         )
+        if (sharing := self._sharing(named)) is not None:
+            meta = {**meta, **sharing.to_meta()}
         index = durable_index.Index(
             self.files.run,
             step,
@@ -309,7 +370,7 @@ def _split_by_size(named: Named) -> tuple[Named, Mapping[str, Tensor]]:
 def _is_small(entry: Entry, layout: Layout) -> bool:
     """Whether a tensor goes into the index. Operands of late updates do not: what computes them
     reads them as they lie."""
-    on_host = entry.place.tier.in_memory and entry.waits is None
+    on_host = entry.place.tier.in_memory and entry.waits is None and entry.partition is None
     return on_host and entry.nbytes <= MOST_SMALL_BYTES and layout.offset == 0
 
 

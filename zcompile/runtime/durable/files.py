@@ -6,7 +6,7 @@ before its first one, are removed when the next run opens the directory.
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,9 +152,10 @@ class DurableFiles:
         for file in self.files:
             file.sync()
 
-    def switch(self, content: bytes) -> None:
+    def switch(self, content: bytes, agree: Callable[[], None] | None = None) -> None:
         """Make `content` the index of the last commit.
 
+        agree   of several ranks: returns when all have written theirs, and raises if one has not
         raises  OSError; then it is that (see `outcome_unknown`), or still the one before, and the
                 files of both are kept
         """
@@ -164,6 +165,11 @@ class DurableFiles:
                 directory.sync()  # the names of the data files
         write_new_index(self.home, content)
         self.outcome_unknown = True
+        if agree is not None:
+            for file in self.files:
+                file.keep = True  # another rank may make it the last before this one hears of that
+            self.home.sync()  # the name beside the last one
+            agree()
         try:
             switch_index(self.home)
         except BaseException:  # also an interrupt

@@ -38,7 +38,7 @@ from zcompile.ir.torch_compat import (
     wrapper,
 )
 from zcompile.ir.types import Layout
-from zcompile.runtime.eager import dispatch
+from zcompile.runtime.eager import dispatch, distributed_checkpoint
 from zcompile.runtime.eager.data_assignment import assign_data
 from zcompile.runtime.eager.identity import FLATTENS, is_asked_by
 from zcompile.runtime.eager.joined import run_noted_ops
@@ -249,6 +249,16 @@ class TieredTensor(Unbacked):
             entry.key, entry.whole_bytes, lambda: self.entry.store.read_all(self.entry)
         )
         return reduced_late(plain.requires_grad_(self.requires_grad), storage, protocol)
+
+    # What torch.distributed.checkpoint asks; one process alone is asked as for any tensor.
+    def __create_write_items__(self, name: str, tensor: object) -> list[Any]:
+        return distributed_checkpoint.write_items(self, name)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return distributed_checkpoint.chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        return distributed_checkpoint.tensor_shard(self, index)
 
     def __copy__(self) -> Tensor:
         """Another tensor over the same bytes, as torch makes; a parameter of its own, if this is

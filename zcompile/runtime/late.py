@@ -172,7 +172,7 @@ class WaitingRows:
         if self.forward == NO_FORWARD:
             return []  # of a part, perhaps: the copy stays stale
         writing = (n for n in rows if any(c.blank for c in self.schedule.rows[n].columns))
-        return [(self.weight(n), dtype) for n in writing for dtype in self.weight(n).copies]
+        return [(e, dtype) for n in writing for e in self.entries_of(n) for dtype in e.copies]
 
     @cached_property
     def weights(self) -> Mapping[int, int]:

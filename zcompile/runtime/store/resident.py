@@ -164,9 +164,10 @@ def refresh_copies(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy)
     raises  ParameterChanged, if what an entry took its values from was written since: who uses a
             copy uses the entry
     """
+    for copy in schedule.copies:
+        entries[copy.entry].settle()  # a late update of it would be of no call that reads copies
     for index, wanted in (*schedule.casts, *((c.entry, c.cast) for c in schedule.copies)):
         entry = entries[index]
-        entry.settle()  # what waits to be written of it is written first
         check_sources(entry)
         if not is_fresh(entry, wanted):
             make(entry, wanted)

@@ -375,7 +375,10 @@ class StepController(Rescheduling):
         # A gradient that has no berth is no entry yet, so that nothing says where it rests.
         rests = {**dict.fromkeys(crowded, "host"), **rests}
         if (copies := self._make_room_for_copies(plan)) is None:
-            return self._apply(self.planned(self._base))
+            if (without := self._try()) is None:
+                self.withdraw()
+                return
+            return self._apply(without)
         rests |= copies
         plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
         self.plan, self._predicted = plan, None
@@ -513,7 +516,10 @@ def plan_in_force(session: Session) -> StepPlan | None:
 
 def why_unplanned(session: Session) -> str:
     """Why no plan of a whole step is in force, as a clause; "" if one is."""
-    if because := session.config.stays_because:
+    because = session.config.stays_because
+    if session.fabric is not None and session.config.durable:
+        because = because or "durable and several ranks"
+    if because:
         return f"with {because} entries rest where they were put first"
     controller = session.controller
     if not isinstance(controller, StepController) or controller.plan is not None:

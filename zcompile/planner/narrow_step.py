@@ -109,10 +109,7 @@ def without_copies(step: StepTrace) -> StepTrace:
     if _compiled_to_read_copies(step) or not any(ref.is_copy for ref in step.facts):
         return step
     calls = [
-        replace(call, schedule=_lowered(call.schedule, rows, len(call.entries)))
-        if call.phase is Phase.STEP and (rows := _bare(call.schedule.rows))
-        else call
-        for call in step.calls
+        _bare(call) if any(ref.is_copy for ref in call.entries) else call for call in step.calls
     ]
     facts = {ref: fact for ref, fact in step.facts.items() if not ref.is_copy}
     return replace(step, calls=tuple(calls), facts=facts)
@@ -122,13 +119,23 @@ def _compiled_to_read_copies(step: StepTrace) -> bool:
     return any(call.schedule.casts for call in step.calls)
 
 
-def _bare(rows: tuple[Row, ...]) -> list[Row] | None:
-    """Rows without columns of copies; None, if they have none."""
-    if not any(row.copies for row in rows):
-        return None
-    return [
-        replace(row, columns=row.columns[: len(row.columns) - row.copies], copies=0) for row in rows
+def _bare(call: StepCall) -> StepCall:
+    """A call of an optimizer that writes no copies."""
+    kept = [number for number, ref in enumerate(call.entries) if not ref.is_copy]
+    index = {number: EntryIndex(at) for at, number in enumerate(kept)}
+    rows = [
+        replace(
+            row,
+            columns=tuple(
+                replace(column, entry=index[column.entry])
+                for column in row.columns[: len(row.columns) - row.copies]
+            ),
+            copies=0,
+        )
+        for row in call.schedule.rows
     ]
+    entries = tuple(call.entries[number] for number in kept)
+    return replace(call, schedule=_lowered(call.schedule, rows, len(entries)), entries=entries)
 
 
 def _lowered(schedule: Schedule, rows: list[Row], entries: int) -> Schedule:

@@ -239,7 +239,7 @@ def plan_late_or_not(
         return plan.seconds + _committed_beside(plan, step) / commit_bytes_per_s
 
     best = min(made, key=takes_s, default=plan)
-    return best if takes_s(best) * LATE_PAYS < plan.seconds else plan
+    return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
 
 
 def _committed_beside(plan: StepPlan, step: StepTrace) -> int:

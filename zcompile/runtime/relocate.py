@@ -129,8 +129,15 @@ def move(session: Session, entry: Entry, home: str) -> bool:
     """
     if entry.home == home:
         return True
-    with as_they_rest([entry]):
+    if entry.narrow is None:
         return _move(session, entry, home)
+    deferred = entry.deferred
+    with as_they_rest([entry]):
+        entry.defer_only(())  # it is of the values in their own dtype; bytes move as they are
+        try:
+            return _move(session, entry, home)
+        finally:
+            entry.defer_only(deferred)
 
 
 def _move(session: Session, entry: Entry, home: str) -> bool:

@@ -242,6 +242,23 @@ class JoinedOps:
                 elif row.tiered[entry.key].entry_layout != tiered.entry_layout:
                     self.settle()
 
+    def widen_written(self, app: Application) -> None:
+        """Let what an op writes rest in its own dtype: what passes by is widened to be read.
+
+        That changes no value, so what is noted of it need not run before.
+        """
+        for tensor in app.written():
+            if isinstance(tensor, self.cls):
+                tiered: Any = tensor
+                entry = tiered.entry
+                if entry.narrow is not None:
+                    waits = entry.waits
+                    entry.wait_for(None)
+                    try:
+                        entry.store.widen(entry)
+                    finally:
+                        entry.wait_for(waits)
+
     def note(self, app: Application, dtype: torch.dtype | None) -> LazyResult | None:
         """Let an op wait. Returns the tensor that it makes.
 
@@ -475,6 +492,7 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
     ops = session.noted_ops or session.note_ops_by(JoinedOps(session, cls))
     for app in apps:
         ops.make_way(app)
+        ops.widen_written(app)
     if not all(_is_noted(tensor) for app in apps for tensor in app.tensors()):
         return NOT_JOINED  # results were computed just now
     if schema.is_mutable:

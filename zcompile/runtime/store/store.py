@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from zcompile.config import Config
-from zcompile.errors import Unsupported, ValueUnset
+from zcompile.errors import TierFull, Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
 from zcompile.ir.partition import Partition, partition_of
@@ -307,6 +307,11 @@ def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
             entry.narrow, entry.nbytes = cast, nbytes
 
 
+def _widened(raw: Tensor, cast: Cast) -> Tensor:
+    """The bytes of an entry in its own dtype, of those in a narrower one; both uint8."""
+    return raw.view(cast.copy_dtype).to(cast.dtype).view(torch.uint8)
+
+
 # --- The store ---
 
 
@@ -446,11 +451,13 @@ class Store:
                 raw = self.read_here(entry)
             finally:
                 entry.defer_only(deferred)
-        entry.place = self.homes.reserve(entry.name, entry.born, entry.nbytes, entry.ref)
-        entry.narrow = None
         try:
-            wide = raw.view(cast.copy_dtype).to(cast.dtype).view(torch.uint8)
-            self.put(entry, wide).wait()
+            place = self.homes.reserve(entry.name, entry.born, entry.nbytes, entry.ref)
+        except TierFull:
+            return self._widen_in_its_room(entry, cast, raw)
+        entry.place, entry.narrow = place, None
+        try:
+            self.put(entry, _widened(raw, cast)).wait()
         except BaseException:
             entry.place, failed, entry.narrow = old, entry.place, cast
             self.homes.left(failed, entry.born)
@@ -461,6 +468,36 @@ class Store:
             entry.kept_value(version)
         self.homes.left(old, entry.born)
         self._mover.free(old)
+
+    def _widen_in_its_room(self, entry: Entry, cast: Cast, raw: Tensor) -> None:
+        """The same where there is room for the wide bytes only once the narrow ones, `raw`, have
+        given theirs."""
+        version, deferred = entry.version, entry.deferred
+
+        def give_up_place() -> None:
+            self.homes.left(entry.place, entry.born)
+            self._mover.free(entry.place)
+
+        def rest(nbytes: int, value: Tensor) -> None:
+            entry.place = self.homes.reserve(entry.name, entry.born, nbytes, entry.ref)
+            self.put(entry, value).wait()
+
+        given_up = entry.place
+        give_up_place()
+        entry.defer_only(())
+        entry.narrow = None
+        try:
+            rest(entry.nbytes, _widened(raw, cast))
+        except BaseException:
+            if entry.place is not given_up:  # there was room, and the transfer failed
+                give_up_place()
+            entry.narrow = cast
+            with as_they_rest([entry]):
+                rest(raw.numel(), raw)
+            raise
+        finally:
+            entry.defer_only(deferred)
+            entry.kept_value(version)
 
     def drop_copies(self, entry: Entry) -> None:
         """Keep no copies of an entry in other dtypes any more; nothing of them is in flight."""

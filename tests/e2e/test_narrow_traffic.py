@@ -352,3 +352,29 @@ def test_gradients_leave_narrow_without_a_plan_too():
     run = pair(fields={"residency": False})
     moved = crossed_by(run.model, lambda: run.backward(STEPS))
     assert moved["d2h"] == pytest.approx(2.0, abs=0.05)
+
+
+def test_a_gradient_that_the_optimizer_writes_is_seen_as_it_wrote_it():
+    """Nesterov as lists adds to gradients: what rests narrow is widened before."""
+
+    def gradients(model, call):
+        made = Run(
+            model, call, lambda m: optim.SGD(m.parameters(), 1e-2, 0.9, nesterov=True, foreach=True)
+        )
+        made.backward(0)
+        made.optimizer.step()
+        grads = [p.grad for p in model.parameters()]
+        return [g.on_host() if hasattr(g, "on_host") else g for g in grads]
+
+    plain = mlp()
+    found = gradients(*offloaded(mlp()))
+    assert all(map(torch.equal, gradients(plain, plain), found))
+
+
+def test_a_plan_is_made_anew_over_copies():
+    def another(run, number):
+        if number == PLANNED:
+            run.optimizer = optim.AdamW(run.model.parameters(), lr=1e-3, fused=True)
+
+    run = pair(another, steps=2 * PLANNED + 4)
+    assert copies(run.model)

@@ -77,6 +77,7 @@ def begins(text: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_torchrun_starts_as_many_ranks_again(tmp_path):
     text = ended(started(tmp_path, "--standalone", "--nproc-per-node=2"))
     assert begins(text) == [(2, 0), (2, 2)], text

@@ -96,8 +96,8 @@ def test_a_truncated_index_is_refused(tmp_path, left):
 
 
 def test_an_index_of_another_format_says_which(tmp_path):
-    content = encode(INDEX, SMALLS).replace(b"zinf-index 1", b"zinf-index 2", 1)
-    with pytest.raises(DurableDamaged, match="has format 2, this version of zcompile reads"):
+    content = encode(INDEX, SMALLS).replace(b"zinf-index 1", b"zinf-index 3", 1)
+    with pytest.raises(DurableDamaged, match="has format 3, this version of zcompile reads"):
         parse(tmp_path / INDEX_NAME, content)
 
 

@@ -69,10 +69,7 @@ def commit_log_of(path: str | os.PathLike[str], model: nn.Module) -> CommitLog |
 
 def _names(path: str | os.PathLike[str], given: Path) -> bool:
     """Whether `path` names the directory `given`."""
-    try:
-        return Path(path).samefile(given)
-    except OSError:
-        return False
+    return os.path.realpath(path) == os.path.realpath(given)
 
 
 def check_step(session: Session, optimizer: Optimizer) -> None:

@@ -342,6 +342,8 @@ def is_durable(path: str | os.PathLike[str], system: SystemCalls) -> bool:
     given = Path(path)
     if is_regular(stat_through_links(system, given / INDEX_NAME)):
         return True
+    if stat_through_links(system, given / STATE_FILE) is not None:
+        return False  # `zcompile.save` wrote it
     found = stat_through_links(system, given)
     return is_directory(found) and newest_in(given, system) is not None
 

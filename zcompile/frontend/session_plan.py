@@ -97,7 +97,7 @@ def plan_of(
                 step, machine, room, arena, compute, seconds, stay=stay, wanted=windows
             )
 
-        if may_be_late and session.may_update_late:
+        if may_be_late:
             link = machine.links.get("disk_write") if session.commit_log is not None else None
             rate = None if link is None else link.bytes_per_s
             plan = plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window, rate)
@@ -114,7 +114,7 @@ def plan_of(
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
-    late = with_late_step(step, session.device.chunk_bytes) if session.may_update_late else None
+    late = with_late_step(step, session.device.chunk_bytes)
     whole = step if late is None else late.step
     return demand_of(whole, costs.region_seconds, together=True, machine=costs.machine)
 

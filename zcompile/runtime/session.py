@@ -471,11 +471,6 @@ class Session(Store):
         """Step after step, late updates are asked for before the next forward."""
         self.controller.updates_in_the_way()
 
-    @property
-    def may_update_late(self) -> bool:
-        """Whether updates may wait for the next forward."""
-        return True
-
     def cancel_step(self) -> None:
         """The step that has begun does not come; it has changed nothing yet."""
         self.stepping = None

@@ -12,6 +12,7 @@ from narrow_runs import (
     TIGHT,
     WIDTH,
     Run,
+    adamw,
     copies,
     crossed_by,
     let_all_move,
@@ -20,7 +21,7 @@ from narrow_runs import (
     offloaded,
     values,
 )
-from torch import optim
+from torch import nn, optim
 
 import zcompile
 from zcompile.cli import main
@@ -31,6 +32,7 @@ from zcompile.frontend.session_plan import costs_of
 from zcompile.ir.units import Bytes, KiB
 from zcompile.planner import step_plan
 from zcompile.planner.placement import Room
+from zcompile.runtime import relocate
 from zcompile.runtime.foresight import Foresight
 
 
@@ -378,3 +380,58 @@ def test_a_plan_is_made_anew_over_copies():
 
     run = pair(another, steps=2 * PLANNED + 4)
     assert copies(run.model)
+
+
+def test_gradients_move_with_a_clip_factor_that_is_still_to_be_applied(monkeypatch):
+    """An evaluation of many rows before `zero_grad` needs the room of gradients that stayed."""
+    moved = []
+    plain_move = relocate._move
+
+    def noted(session, entry, home):
+        moved.append(bool(deferred_before.get(entry.key)))
+        return plain_move(session, entry, home)
+
+    monkeypatch.setattr(relocate, "_move", noted)
+    deferred_before: dict[int, object] = {}
+
+    def trained(model, call):
+        optimizer, found = adamw(model), []
+        for number in range(8):
+            loss_of(call, number).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+            if hasattr(model[0].weight, "entry"):
+                entries = [p.grad.entry for p in model.parameters()]
+                deferred_before.update({e.key: e.narrow and e.deferred for e in entries})
+            if number > PLANNED + 1:
+                rows = torch.randn(300, WIDTH, generator=torch.Generator().manual_seed(number))
+                with torch.no_grad(), torch.autocast("cpu", BF16):
+                    found.append(float(call(rows).float().sum()))
+            optimizer.zero_grad()
+        return [*found, *values(model)]
+
+    plain = mlp()
+    expected, found = trained(plain, plain), trained(*offloaded(mlp()))
+    assert any(moved), "narrow ones were moved, with a factor to come"
+    assert all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(expected, found, strict=True)
+    )
+
+
+def test_gradients_are_widened_where_wide_ones_just_fit():
+    """The second micro-batch adds to the first one's: the narrow bytes give room for the wide."""
+    torch.manual_seed(0)
+    layers = [m for _ in range(2) for m in (nn.Linear(256, 256, bias=False), nn.Tanh())]
+    model, call = offloaded(
+        nn.Sequential(*layers),
+        device_memory="3MiB",
+        host_memory=Bytes(1280 * KiB),
+        throttle={},
+        residency=False,
+    )
+    for number in range(4):
+        rows = torch.randn(32, 256, generator=torch.Generator().manual_seed(number))
+        with torch.autocast("cpu", BF16):
+            call(rows).float().square().mean().backward()
+    assert all(p.grad.entry.narrow is None for p in model.parameters())

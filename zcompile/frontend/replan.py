@@ -60,9 +60,6 @@ MOST_PLANS = 8
 """Most plans of a run: after so many its steps have nothing in common that is worth another."""
 
 
-NEVER = -1
-"""The version of no entry: a copy that was never made."""
-
 PLACES = {"device": "the device", "host": "the host", "disk": "disk"}
 """Tiers, for people."""
 
@@ -400,7 +397,7 @@ class StepController(Rescheduling):
             for ref, dtype in copied(plan).items():
                 fact, entry = plan.step.facts[ref], entries[ref.owner]
                 copy = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
-                entry.copies[dtype] = copy, NEVER
+                entry.keep_copy(dtype, copy)
                 made[ref] = copy.home
         except TierFull as error:
             log.info("no low-precision copies of weights are kept: %s", error)

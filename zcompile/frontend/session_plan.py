@@ -24,6 +24,7 @@ from zcompile.planner.step_plan import (
     Seconds,
     StepPlan,
     as_planned,
+    as_read,
     plan_late_or_not,
     plan_narrow_or_not,
     plan_step,
@@ -124,12 +125,6 @@ def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:
     either is shorter than the bound of that."""
     narrow = with_copies(base, session.reading_copies)
     return [base] if narrow is None else [base, narrow.step]
-
-
-def as_read(base: StepTrace, plan: StepPlan) -> StepTrace:
-    """A step as it was recorded, with the copies of a plan."""
-    narrow = with_copies(base, plan.reads.get) if plan.reads else None
-    return base if narrow is None else narrow.step
 
 
 def whole_room(session: Session) -> Room:

@@ -305,11 +305,16 @@ def _has_room(step: StepTrace, room: Room) -> bool:
     return nbytes <= sum(room.nbytes.values())
 
 
+def as_read(step: StepTrace, plan: StepPlan) -> StepTrace:
+    """A step as it was recorded, with the low-precision copies of the plan."""
+    narrow = with_copies(step, plan.reads.get) if plan.reads else None
+    return step if narrow is None else narrow.step
+
+
 def as_planned(step: StepTrace, plan: StepPlan) -> StepTrace:
     """A step as it was recorded, with the copies of the plan, and with those of its updates late
     that are so in it."""
-    if plan.reads and (narrow := with_copies(step, plan.reads.get)) is not None:
-        step = narrow.step
+    step = as_read(step, plan)
     late = with_late_step(step, plan.arena.chunk_bytes, plan.late) if plan.late else None
     return step if late is None else late.step
 
@@ -378,8 +383,7 @@ def at_rest(
     window_bytes  that are left to stream through
     """
     planned = plan.placement.homes
-    narrow = with_copies(step, plan.reads.get) if plan.reads else None
-    step = step if narrow is None else narrow.step
+    step = as_read(step, plan)
     homes = {ref: rests.get(ref, planned.get(ref, fact.home)) for ref, fact in step.facts.items()}
     if all(planned.get(ref, step.facts[ref].home) == home for ref, home in homes.items()):
         return plan

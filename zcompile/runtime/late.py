@@ -129,12 +129,10 @@ def copies_made(copying: Copying) -> Iterator[None]:
     """Within, a call makes copies anew: they are blank until then, so that their bytes need not be
     read, and stale, also if the call fails."""
     for entry, dtype in copying:
-        copy, _ = entry.copies[dtype]
-        entry.copies[dtype] = copy, -1
-        entry.store.zero(copy)
+        entry.blank_copy(dtype)
     yield
     for entry, dtype in copying:
-        entry.copies[dtype] = entry.copies[dtype][0], entry.version
+        entry.copy_made(dtype, entry.version)
 
 
 # --- What waits ---

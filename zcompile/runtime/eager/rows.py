@@ -235,18 +235,17 @@ def make_copy(entry: Entry, cast: Cast) -> None:
         make_copy(entry, cast)  # anew, since they rest elsewhere now
         return
     session.executor.run(schedule, [], [entry, copy])
-    entry.copies[cast.copy_dtype] = (copy, version)
+    entry.copy_made(cast.copy_dtype, version)
 
 
 def copy_of(entry: Entry, dtype: torch.dtype, numel: int) -> Entry:
     """The entry of a copy, blank, so that bytes that will be overwritten are not read before."""
     if dtype in entry.copies:
-        copy, _ = entry.copies[dtype]
-        entry.copies[dtype] = (copy, -1)  # not fresh until it is written, also if that fails
-        entry.store.zero(copy)
-        return copy
+        return entry.blank_copy(dtype)
     name = f"{entry.name} in {str(dtype).removeprefix('torch.')}"
-    return entry.store.create(name, EntryKind.COPY, numel * dtype.itemsize)
+    copy = entry.store.create(name, EntryKind.COPY, numel * dtype.itemsize)
+    entry.keep_copy(dtype, copy)
+    return copy
 
 
 def column_of(entry: Entry, index: EntryIndex, dtype: torch.dtype, *, writes: bool) -> Column:

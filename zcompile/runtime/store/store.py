@@ -141,6 +141,10 @@ class Waits(Protocol):
         """Do it. raises  what it fails with"""
 
 
+NEVER = -1
+"""The version of no entry: that of a copy which has no value yet."""
+
+
 class Entry:
     """Bytes that the store keeps. Reads give zeros until something is written.
 
@@ -243,6 +247,23 @@ class Entry:
         """Its bytes, of a new entry, are to be those of a narrower dtype."""
         self.narrow = cast
         self.nbytes *= cast.dtype.itemsize // cast.copy_dtype.itemsize
+
+    def keep_copy(self, dtype: torch.dtype, copy: "Entry") -> None:
+        """Let `copy` be its copy in another dtype, of no value until `copy_made`."""
+        self.copies[dtype] = copy, NEVER
+
+    def blank_copy(self, dtype: torch.dtype) -> "Entry":
+        """Its copy in another dtype, of no value until `copy_made`: what is overwritten need not be
+        read."""
+        copy, _ = self.copies[dtype]
+        self.keep_copy(dtype, copy)
+        self.store.zero(copy)
+        return copy
+
+    def copy_made(self, dtype: torch.dtype, version: int) -> None:
+        """Its copy in another dtype is cast from the value that it had at `version`."""
+        copy, _ = self.copies[dtype]
+        self.copies[dtype] = copy, version
 
     def rename(self, name: str) -> None:
         self.place.rename(name)

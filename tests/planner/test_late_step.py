@@ -269,6 +269,16 @@ def test_what_a_commit_writes_of_gradients_is_weighed_against_what_late_updates_
     assert len(slow.late) < len(fast.late)
 
 
+def test_what_is_committed_either_way_is_not_held_against_late_updates():
+    """Weights and states that rest off the disk are, whether their updates are late or not."""
+    costs, step = Costs(machine(1e9), TransferModes(asynchronous=True)), traced()
+    plain, fast = planned(step, costs, room(4 * MiB))
+    gradients = sum(step.facts[ref.gradient].nbytes for ref in fast.late)
+    saved = plain.seconds - fast.seconds
+    _, found = planned(step, costs, room(4 * MiB), commits=4 * gradients / saved)
+    assert found.late
+
+
 def test_where_nothing_moves_nothing_is_late():
     costs = Costs(machine(1e9), TransferModes(asynchronous=True))
     _, best = planned(traced(), costs, room(64 * MiB))

@@ -192,6 +192,19 @@ def test_a_hugging_face_model_is_bit_equal_to_eager_and_says_so(text: Path, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_two_ranks_finetune_it_to_the_bits_of_one_eager_process(text: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY_LLAMA), encoding="utf-8")
+    given = (*TINY_HF, "--config", config, "--data", text, "--check")
+    done = run("finetune_hf.py", *given, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "shared by 2 ranks" in done.stdout
+    assert "losses: all 3 bit-equal to eager" in done.stdout
+    assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
+
+
+@pytest.mark.slow
 def test_the_dump_that_is_written_can_be_shown(tmp_path: Path) -> None:
     done = run("inspect_graph.py", tmp_path / "runs")
     assert done.returncode == 0, done.stderr

@@ -182,6 +182,7 @@ def test_the_gpt_reads_the_standard_library_by_default_and_can_be_throttled() ->
     assert "loss" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_is_bit_equal_to_eager_and_says_so(text: Path, tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(TINY_LLAMA), encoding="utf-8")

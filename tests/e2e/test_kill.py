@@ -117,6 +117,7 @@ def chosen_of(calls: list[dict[str, int]], step: int, count: int) -> list[At]:
     return [(*at, turn % 2 == 0) for turn, at in enumerate(found)]
 
 
+@pytest.mark.slow
 def test_an_uninterrupted_durable_run_is_that_of_plain_torch(ask, tmp_path, expected):
     assert ask("kill", disk=str(tmp_path), steps=STEPS) == [STEPS, 0, None]
     assert check_resume(ask, tmp_path, STEPS, expected) == STEPS + MORE
@@ -222,10 +223,7 @@ LATE_KILLS = [
 
 @pytest.mark.parametrize(
     "kill",
-    [
-        pytest.param(k, marks=() if n in (0, 4) else pytest.mark.slow)
-        for n, k in enumerate(LATE_KILLS)
-    ],
+    [pytest.param(k, marks=() if n == 4 else pytest.mark.slow) for n, k in enumerate(LATE_KILLS)],
 )
 def test_a_run_that_is_killed_while_updates_are_to_come_resumes_bit_equal(
     ask, tmp_path, expected_late, room, kill

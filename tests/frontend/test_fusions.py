@@ -231,6 +231,7 @@ def test_what_a_fusion_takes_is_known_to_the_byte(name, amp, monkeypatch):
 # --- When they are compiled, and when not ---
 
 
+@pytest.mark.slow
 def test_a_deeper_model_compiles_no_more():
     found = []
     for layers in (2, 4):

@@ -169,6 +169,7 @@ def test_two_processes_of_torchrun_train_apart_if_they_say_so(tmp_path):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_one_script_trains_one_model_under_torchrun_and_without(tmp_path):
     alone = torchrun(TOGETHER, 1, tmp_path)
     assert alone.returncode == 0, alone.stdout

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dry_runs import SMALL
+from sampled import crossed
 from small_models import GPT
 from torch import nn
 
@@ -285,9 +286,9 @@ def test_where_nothing_moves_nothing_is_late():
     assert not best.late
 
 
-@pytest.mark.parametrize("rate", [1e8, 1e9, 1e10])
-@pytest.mark.parametrize("device", [2 * MiB, 6 * MiB])
-@pytest.mark.parametrize("reach", [False, True])
+@pytest.mark.parametrize(
+    ("rate", "device", "reach"), crossed([1e8, 1e9, 1e10], [2 * MiB, 6 * MiB], [False, True])
+)
 def test_the_bound_of_late_updates_is_no_higher_and_below_both_plans(rate, device, reach):
     costs, step = Costs(machine(rate), TransferModes(asynchronous=True)), traced()
     where = room(device, reach=reach)

@@ -21,6 +21,7 @@ from planned_runs import (
     train,
     values,
 )
+from sampled import crossed, sampled
 from torch import nn, optim
 
 import zcompile
@@ -57,8 +58,7 @@ def bytes_of_a_step(make, **how):
     return {kind: after[kind] - before[kind] for kind in ("h2d", "d2h")}
 
 
-@pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize(("make", "lists"), crossed([adamw, momentum], [False, True]))
 def test_ops_move_what_a_fused_update_moves(make, lists):
     assert bytes_of_a_step(make, foreach=lists) == bytes_of_a_step(make, fused=True)
 
@@ -191,7 +191,7 @@ def by_anybody(monkeypatch):
     monkeypatch.setattr(joined, "_is_called_by_torchs_optimizers", lambda: True)
 
 
-@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update", sampled(UPDATES, *UPDATES[::3]))
 def test_an_optimizer_of_ones_own_runs_op_by_op(update):
     plain, (model, compiled) = gpt(), streamed()
     first, second = stepped(plain, plain, update), stepped(model, compiled, update)
@@ -318,7 +318,7 @@ def test_a_closure_finds_what_the_step_did_before_it():
     assert same(model, values(plain))
 
 
-@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("lists", sampled([False, True], False))
 def test_an_update_op_by_op_may_wait_for_the_next_forward(monkeypatch, lists):
     let_all_be_late(monkeypatch)
 
@@ -404,7 +404,7 @@ def read(optimizer, p):
 SEEN: list[float] = []
 
 
-@pytest.mark.parametrize("asks", [zeroed, read])
+@pytest.mark.parametrize("asks", sampled([zeroed, read], read))
 def test_who_asks_within_a_step_finds_what_it_did_and_no_update_that_waits(monkeypatch, asks):
     """Though the plan wants these updates late."""
     let_all_be_late(monkeypatch)

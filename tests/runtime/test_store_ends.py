@@ -68,7 +68,7 @@ Workers.stop = interrupted
     ("ending", "code"),
     [
         ("", 0),
-        (INTERRUPTED, 0),
+        pytest.param(INTERRUPTED, 0, marks=pytest.mark.slow),
         pytest.param(SLOWLY_FORGOTTEN, 0, marks=pytest.mark.slow),
         pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow),
         pytest.param("raise ValueError", 1, marks=pytest.mark.slow),

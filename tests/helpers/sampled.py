@@ -14,6 +14,13 @@ def sampled(values: Iterable[Any], *sample: Any) -> list[Any]:
     return [v if v in sample else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
+def sampled_rows(rows: Iterable[tuple[Any, ...]], *sample: tuple[Any, ...]) -> list[Any]:
+    """As `sampled`, of a test with several parameters: one row is a value of each."""
+    rows = list(rows)
+    assert all(row in rows for row in sample), f"not all of {sample} are among {rows}"
+    return [pytest.param(*row, marks=() if row in sample else pytest.mark.slow) for row in rows]
+
+
 def crossed(*axes: Iterable[Any]) -> list[Any]:
     """Every combination of the values of `axes`, as parameters of a test.
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from rank_models import optimizer_named, state_of, train, words
-from sampled import sampled
+from sampled import sampled, sampled_rows
 
 import zcompile
 from zcompile.frontend.offload import session_behind
@@ -115,7 +115,7 @@ def trained_alone_late(mesh):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "clip"), sampled([("adamw", 0.05), ("sgd", 0.0)], ("adamw", 0.05))
+    ("optimizer", "clip"), sampled_rows([("adamw", 0.05), ("sgd", 0.0)], ("adamw", 0.05))
 )
 def test_planned_ranks_do_what_they_do_without_a_plan(pool, optimizer, clip):
     fields = {**ROOMY, "device_memory": TIGHT[2], "throttle": SLOW}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rank_models import STEPS, adamw, batch, digest, state_of, train, trained_eagerly, words
 from safetensors.torch import load_file
-from sampled import sampled
+from sampled import sampled_rows
 
 import zcompile
 
@@ -44,7 +44,7 @@ def last_step(mesh, path):
     return begun, found
 
 
-@pytest.mark.parametrize(("before", "after"), sampled([(4, 2), (2, 4)], (4, 2)))
+@pytest.mark.parametrize(("before", "after"), sampled_rows([(4, 2), (2, 4)], (4, 2)))
 def test_a_run_goes_on_with_another_number_of_ranks(pool, before, after, tmp_path):
     saved = pool.run(first_steps, before, str(tmp_path / "run"))
     assert saved == [saved[0]] * before

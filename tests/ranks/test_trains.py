@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rank_models import optimizer_named, state_of, train, trained_eagerly, words
-from sampled import sampled
+from sampled import sampled_rows
 
 import zcompile
 
@@ -26,7 +26,7 @@ def trained(mesh, optimizer="adamw", clip=0.0, fields=None, kinds=None):
 
 @pytest.mark.parametrize(
     ("optimizer", "ranks"),
-    sampled(
+    sampled_rows(
         [("adamw", 4), ("adamw", 2), ("adamw", 1), ("adam foreach", 2), ("sgd", 2)],
         ("adamw", 4),
         ("adam foreach", 2),

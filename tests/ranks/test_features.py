@@ -1,6 +1,8 @@
 """What users do besides the plain loop, with several ranks."""
 
+import logging
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -198,20 +200,66 @@ def test_the_bytes_between_ranks_are_those_of_the_formula(pool):
 
 def seeded(mesh, opened):
     torch.manual_seed(10 + mesh.get_local_rank())
-    if opened == "init":
-        with zcompile.init(mesh=mesh, **BUDGETS):
-            model = Words()
-    else:
-        model = zcompile.offload(Words(), mesh=mesh, **BUDGETS)
+    with told_by("zcompile.runtime.ranks.values") as told:
+        if opened == "init":
+            with zcompile.init(mesh=mesh, **BUDGETS):
+                model = Words()
+        else:
+            model = zcompile.offload(Words(), mesh=mesh, **BUDGETS)
     found = digest(model.parameters())
     zcompile.close(model)
-    return found
+    return found, [text.partition(" of ")[2].partition(";")[0] for text in told]
+
+
+class Filled(nn.Module):
+    """Parameters that begin as `value`, which only the last keeps: others are filled, as those of
+    modules are that begin as `torch.empty`."""
+
+    def __init__(self, value):
+        super().__init__()
+        sizes = {"zeros": 20_000, "ones": 30, "normal": 20_000, "kept": 30}
+        for name, size in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.full((size,), float(value))))
+        nn.init.zeros_(self.zeros)
+        nn.init.ones_(self.ones)
+        nn.init.normal_(self.normal)
+
+
+def filled(mesh):
+    torch.manual_seed(10)
+    with told_by("zcompile.runtime.ranks.values") as told, zcompile.init(mesh=mesh, **BUDGETS):
+        model = Filled(mesh.get_local_rank())
+    found = digest(model.parameters())
+    zcompile.close(model)
+    return found, [text.partition(" of ")[2].partition(";")[0] for text in told]
+
+
+@contextmanager
+def told_by(name):
+    """A list to which the warnings of a logger are added."""
+    found, heard = [], logging.Handler()
+    heard.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger(name).addHandler(heard)
+    try:
+        yield found
+    finally:
+        logging.getLogger(name).removeHandler(heard)
 
 
 @pytest.mark.parametrize("opened", ["offload", "init"])
 def test_where_values_differ_those_of_rank_0_are_taken(pool, opened):
     torch.manual_seed(10)
-    assert pool.run(seeded, 4, opened) == [digest(Words().parameters())] * 4
+    model = Words()
+    names = [name for name, _ in model.named_parameters() if "norm" not in name]  # those are drawn
+    text = ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more"
+    assert pool.run(seeded, 4, opened) == [(digest(model.parameters()), [text])] * 4
+
+
+def test_what_a_parameter_was_before_it_was_filled_is_not_compared(pool):
+    """`torch.empty` finds other bytes on each rank."""
+    torch.manual_seed(10)
+    want = digest(Filled(0).parameters()), ["'kept'"]
+    assert pool.run(filled, 2) == [want] * 2
 
 
 # --- Beside DistributedDataParallel and FSDP2 ---

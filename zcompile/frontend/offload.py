@@ -7,10 +7,10 @@ parameters, each with a gradient of its own, that show the same values.
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,12 @@ from zcompile.runtime.io.files import make_directory
 from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.progress import compiling_begins, compiling_ends, working
 from zcompile.runtime.ranks.fabric import Fabric
-from zcompile.runtime.ranks.values import agree_on_buffers, agree_on_parameters, agreed_value
+from zcompile.runtime.ranks.values import (
+    agree_on_buffers,
+    agree_on_parameters,
+    agreed_value,
+    tell_of_other_values,
+)
 from zcompile.runtime.session import Collaborators, Session, session_of
 from zcompile.runtime.store.sources import MemorySource, let_go
 from zcompile.runtime.transfer.interrupts import (
@@ -86,6 +91,8 @@ def _take_place(module: nn.Module, name: str, param: Tensor | None) -> None:
         session = session_of(old.entry)
         first = shown_already(session, param)
         _become_tiered(session, old._name_in_store(), param, first)
+        if not session.births:  # else it is asked once the model is built
+            _tell_unlike(session, [(old._name_in_store(), param)])
     elif not param.sink and param.store_key == old.store_key and type(param) is TieredTensor:
         own(param)  # made of what a `state_dict` of this very model holds
         param.set_title(old._name_in_store())
@@ -186,6 +193,7 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
                 moved.append((param, param.device))
                 _become_tiered(session, name, param, first.get(id(param)))
                 work.add(Layout.of(param).nbytes, name)
+            _tell_unlike(session, plain)
     except BaseException:
         _undo(moved)
         if len(plain) == len(list(model.parameters())):
@@ -408,7 +416,7 @@ def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
     entry = session.create_for(name, EntryKind.PARAM, layout, unset=param.is_meta)
     made = TieredTensor.over(entry, layout)
     if session.fabric is not None:
-        param = agreed_value(session.fabric, name, param)
+        param = agreed_value(session.fabric, name, param, partial(session.unlike.add, entry.key))
     if not param.is_meta:
         write(entry, layout, param, agreed=True)
     return made
@@ -483,6 +491,16 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def _tell_unlike(session: Session, params: Iterable[tuple[str, Tensor]]) -> None:
+    """Say once for all of these of which the ranks had other values. While a model is built such a
+    value may be what `torch.empty` found in memory, so only what no op has replaced is told."""
+    found = [(n, p.entry.key) for n, p in params if isinstance(p, TieredTensor)]
+    unlike = [(name, key) for name, key in found if key in session.unlike]
+    session.unlike.difference_update(key for _, key in unlike)
+    if unlike:
+        tell_of_other_values([name for name, _ in unlike])
+
+
 def _take_in(session: Session, name: str, param: Tensor) -> None:
     """Make a parameter tiered of a model that is not complete yet.
 
@@ -527,3 +545,5 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             agree_on_buffers(session.fabric, root)
         if session.root is None:
             session.belong_to(root)
+        _tell_unlike(session, root.named_parameters())
+    session.unlike.clear()  # also of what is in no module any more

@@ -375,6 +375,8 @@ class Session(Store):
         self.inexact: dict[tuple[str, str], str] = {}
         """(weight or module, pass) -> why its results may round otherwise than eager's."""
         self.births: dict[int, torch.device] = {}
+        self.unlike: set[int] = set()
+        """Entries of a model being built that hold rank 0's values, since the ranks had others."""
         self.dumps: dict[Path, Any] = {}
         self.numbers = count()
         self._depth = DEPTH

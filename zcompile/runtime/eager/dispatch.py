@@ -12,6 +12,7 @@ compiled graphs, which hold next to nothing then. So their bytes are known befor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         return _view(cls, func, args, kwargs)
     if (fabric := fabric_of(cls, args, kwargs)) is not None:
         agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
+        if func in OVERWRITES and isinstance(target := args[0], cls) and target.covers:  # type: ignore[attr-defined]  # of cls
+            session_of(target.entry).unlike.discard(target.entry.key)  # type: ignore[attr-defined]
         if (norms := norms_over_ranks(cls, fabric, func, args, kwargs)) is not None:
             return norms
     repeat = None if has_lazy_results(args, kwargs) else list_call(cls, func, args, kwargs)
@@ -425,7 +428,8 @@ def _gather_and_run(cls: type, app: Application) -> Any:
             entry, bytes_ = held[tensor.entry.key]  # type: ignore[attr-defined]  # of cls
             store = entry.store
             if store.fabric is not None and entry.key in session.births:
-                bytes_ = agreed_value(store.fabric, entry.name, bytes_)
+                noted = partial(session.unlike.add, entry.key)
+                bytes_ = agreed_value(store.fabric, entry.name, bytes_, noted)
             ticket = store.put_whole(entry, bytes_, after=[store.device.mark()])
             if bytes_.device.type == "cpu" and store.device.torch_device.type != "cpu":
                 ticket.wait()

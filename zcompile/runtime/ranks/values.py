@@ -1,7 +1,7 @@
 """Sees to it that all ranks begin with the same values: where they differ, rank 0's are taken."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric, digest_of
 
 log = logging.getLogger(__name__)
+
+MOST_NAMED = 3
+"""Most parameters that a warning names."""
 
 
 def agree_on_parameters(fabric: Fabric, params: Sequence[tuple[str, Tensor]]) -> None:
@@ -23,22 +26,35 @@ def agree_on_parameters(fabric: Fabric, params: Sequence[tuple[str, Tensor]]) ->
     fabric.agree("offload a model", *rows, text=text)
 
 
-def agreed_value(fabric: Fabric, name: str, value: Tensor) -> Tensor:
+def tell_of_other_values(names: Sequence[str]) -> None:
+    """Warn that the ranks had other values of these."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    log.warning(
+        "the ranks began with other values of %s%s; those of rank 0 are taken, as "
+        "DistributedDataParallel does: give all ranks the same seed to build the same model",
+        ", ".join(map(repr, names[:MOST_NAMED])),
+        more,
+    )
+
+
+def agreed_value(
+    fabric: Fabric, name: str, value: Tensor, differs: Callable[[], object] | None = None
+) -> Tensor:
     """The value that all ranks begin with: their own where it is the same, else rank 0's.
 
-    value  a plain tensor, dense or not; on meta it has no value
-    raises  RanksDiffer, if size or dtype differ
+    value    a plain tensor, dense or not; on meta it has no value
+    differs  is called where they have others; None: that is a warning
+    raises   RanksDiffer, if size or dtype differ
     """
     what = f"{value.dtype} {tuple(value.size())}{' on meta' if value.is_meta else ''}"
     own = bytes(DIGEST_BYTES) if value.is_meta else digest_of(value)
     said = fabric.compare("take in", own, name, what, text=f"{name!r}: {what}")
     if len(set(said)) == 1:
         return value
-    log.warning(
-        "the ranks began with other values of %r; those of rank 0 are taken, as "
-        "DistributedDataParallel does: give all ranks the same seed to build the same model",
-        name,
-    )
+    if differs is None:
+        tell_of_other_values([name])
+    else:
+        differs()
     layout = Layout.of(value)
     mine = torch.empty(layout.size, dtype=layout.dtype)
     mine.copy_(value.detach())

@@ -40,8 +40,8 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # in the proces
 torch._dynamo.config.run_gc_after_compile = False
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
-# pytest listens to every logger that does not propagate, and torch writes its structured trace, with
-# each graph as text, as soon as anybody listens: a twentieth of the time of tests.
+# pytest listens to every logger that does not propagate, and torch writes its structured trace,
+# with each graph as text, as soon as anybody listens: a twentieth of the time of tests.
 torch._logging._internal.trace_log.propagate = True
 
 # A process of tests keeps many modules alive; looking at them all for garbage every few thousand

@@ -99,7 +99,10 @@ class Failing(Once):
         return super().__call__(call, made)
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["exchanged", "renamed"])
+WAYS = [True, pytest.param(False, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=["exchanged", "renamed"])
 def recorded(request, tmp_path_factory):
     """The calls of a run in which nothing fails."""
     for _ in range(2):  # what is made once, at the first

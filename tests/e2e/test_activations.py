@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers as hf
 from joint import refused_after_trials
-from sampled import sampled
 from small_models import Mean
 from torch import nn
 from torch.utils.checkpoint import (
@@ -193,7 +192,8 @@ def decided(dump):
     return open_run(dump, None).graphs[0].plan().activations
 
 
-@pytest.mark.parametrize("activations", sampled(["recompute", "offload"], "recompute"))
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
 def test_only_what_was_asked_for_is_done(activations, tmp_path):
     torch.manual_seed(0)
     model = gpt(FEW)
@@ -279,10 +279,8 @@ def test_what_was_decided_is_told(tmp_path, capsys):
     assert gone.why in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("activations", "phase"),
-    [pytest.param("auto", "forward", marks=pytest.mark.slow), ("keep", "backward")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("activations", "phase"), [("auto", "forward"), ("keep", "backward")])
 def test_a_budget_that_cannot_work_says_which_would(activations, phase):
     def run(budget: int) -> int:
         torch._dynamo.reset()

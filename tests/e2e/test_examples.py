@@ -1,6 +1,6 @@
 """The examples run as a reader would run them, and say in a sentence what is wrong.
 
-A sentence is asked for once of each example's own process, and then of its `main` in this one: a
+A sentence is asked for of `main` in this process, and by a slow test once of each example's own: a
 process spends seconds on what it imports.
 """
 
@@ -245,6 +245,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return said
 
 
+@pytest.mark.slow
 def test_a_process_of_the_gpt_says_its_sentence_and_no_more() -> None:
     assert_refused(run("train_gpt.py", *TINY_GPT, "--heads", "3"), "cannot be split over --heads 3")
 

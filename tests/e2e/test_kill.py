@@ -221,10 +221,8 @@ LATE_KILLS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "kill",
-    [pytest.param(k, marks=() if n == 4 else pytest.mark.slow) for n, k in enumerate(LATE_KILLS)],
-)
+@pytest.mark.slow  # tests/checkpoint/test_durable_late.py makes each state that such a kill leaves
+@pytest.mark.parametrize("kill", LATE_KILLS)
 def test_a_run_that_is_killed_while_updates_are_to_come_resumes_bit_equal(
     ask, tmp_path, expected_late, room, kill
 ):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampled import sampled
 from saved import content
 
 from examples import (
@@ -61,7 +62,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("example", [finetune_trainer, lora_peft])
+@pytest.mark.parametrize("example", sampled([finetune_trainer, lora_peft], finetune_trainer))
 def test_a_pretrained_model_learns_from_disk_what_it_learns_in_memory(
     example: ModuleType, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -187,6 +188,7 @@ def test_torchs_own_compiled_unet_differs_from_eager_in_one_bias() -> None:
     assert apart() == []
 
 
+@pytest.mark.slow
 def test_a_unet_that_is_not_compiled_has_the_bits_of_eager_code() -> None:
     pytest.importorskip("diffusers")
     ours = called(denoise_unet, *UNET, "--eager")

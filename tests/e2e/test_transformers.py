@@ -66,6 +66,7 @@ def test_three_steps_from_disk_are_bit_equal_to_eager(name: str, tmp_path: Path)
     assert zcompile.stats(model)["bytes"]["disk_write"] > 0
 
 
+@pytest.mark.slow
 def test_a_model_compiled_in_place_is_bit_equal_to_eager(tmp_path: Path) -> None:
     case = CASES["llama"]
     eager = built(case)

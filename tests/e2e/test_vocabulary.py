@@ -110,9 +110,6 @@ def tiled(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
-T5 = pytest.param("t5", marks=pytest.mark.slow)
-
-
 def built(name: str) -> nn.Module:
     torch.manual_seed(0)
     return MODELS[name]().train()
@@ -147,7 +144,7 @@ def adamw(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3, fused=True)
 
 
-@pytest.mark.parametrize("name", [name if name != "t5" else T5 for name in MODELS])
+@pytest.mark.parametrize("name", sampled(MODELS, "plain", "smoothed, tied", "gpt2"))
 def test_training_by_sgd_is_that_of_eager(name: str, tmp_path: Path, tiled: list[object]) -> None:
     eager = built(name)
     expected = train(eager, eager, sgd)
@@ -163,7 +160,7 @@ def test_training_by_sgd_is_that_of_eager(name: str, tmp_path: Path, tiled: list
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "smoothed, tied", pytest.param("gpt2", marks=pytest.mark.slow), T5]
+    "name", sampled(["plain", "smoothed, tied", "gpt2", "t5"], "smoothed, tied")
 )
 def test_a_head_trains_that_is_larger_than_the_device(
     name: str, tmp_path: Path, tiled: list[object]

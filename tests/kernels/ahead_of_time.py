@@ -1,12 +1,13 @@
 """Compiles kernels for GPUs that are not there, and reads what the machine code takes.
 
-    PYTHONPATH=.:tests python -m kernels.ahead_of_time [FILE OLD NEW]
+    PYTHONPATH=.:tests python -m kernels.ahead_of_time [--target TARGET] [FILE OLD NEW]
 
 Prints JSON: case -> target -> registers of a thread, registers spilled to memory, bytes of shared
 memory of a program, bits of the widest load. It is a process of its own, since triton either
 interprets or compiles, as the environment says when it is imported. The disassemblers are those
 that come with triton.
 
+--target      only for this one, and without the other ways of launching a kernel
 FILE OLD NEW  compile the first kernel of a source file after OLD was replaced by NEW in it
 """
 
@@ -242,14 +243,21 @@ class Compiled:
     variants: dict[str, Figures] = field(default_factory=dict)
 
 
-def compiled(*changed: str) -> Compiled:
-    """Run this file in a process of its own; `changed` is FILE OLD NEW, or nothing."""
+def compiled(*changed: str, target: str | None = None) -> Compiled:
+    """Run this file in a process of its own; `changed` is FILE OLD NEW, or nothing.
+
+    target  the only one, without variants; None: all of both
+    """
+    only = [] if target is None else ["--target", target]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT)
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache  # nothing that was compiled before is believed
         told = subprocess.run(
-            [sys.executable, __file__, *changed], capture_output=True, text=True, env=environment
+            [sys.executable, __file__, *only, *changed],
+            capture_output=True,
+            text=True,
+            env=environment,
         )
     assert told.returncode == 0, told.stderr[-2000:]
     found = json.loads(told.stdout)
@@ -261,8 +269,11 @@ def compiled(*changed: str) -> Compiled:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--target", choices=TARGETS, help="the only one; else all")
     parser.add_argument("change", nargs="*", metavar="FILE OLD NEW", help="what is changed before")
-    file, *change = parser.parse_args().change or ("",)
+    given = parser.parse_args()
+    file, *change = given.change or ("",)
+    targets = TARGETS if given.target is None else (given.target,)
     import triton
 
     found: dict[str, dict[str, Any]] = {}
@@ -270,12 +281,12 @@ def main() -> None:
         if file and case.file != file:
             continue
         module = module_of(case.file, (change[0], change[1]) if change else None)
-        found[name] = {target: asdict(figures(case, module, target)) for target in TARGETS}
+        found[name] = {target: asdict(figures(case, module, target)) for target in targets}
         if change:
             break
     others = {
         name: asdict(figures(case, module_of(case.file), "sm_90"))
-        for name, case in ({} if change else variants()).items()
+        for name, case in ({} if change or given.target else variants()).items()
     }
     told = {"triton": triton.__version__, "cases": found, "variants": others}
     json.dump(told, sys.stdout, indent=1)

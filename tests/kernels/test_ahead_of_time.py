@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kernels.ahead_of_time import TARGETS, Figures, cases, compiled
+from sampled import sampled
 
 BASELINE = Path(__file__).parent / "baseline.json"
 WIDEST = 128
@@ -23,17 +24,29 @@ def faults(name: str, target: str, made: Figures) -> list[str]:
     return [f"{name} for {target}: {fault}" for fault in found]
 
 
+@pytest.fixture(
+    scope="module", params=["sm_90", pytest.param(None, id="all", marks=pytest.mark.slow)]
+)
+def target(request):
+    """The one that is compiled for; None: all, and every way of launching a kernel."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def made():
+def made(target):
     pytest.importorskip("triton", reason="triton is not installed: nothing can be compiled")
-    return compiled()
+    return compiled(target=target)
 
 
-def test_every_kernel_is_compiled_for_every_target(made):
+def test_every_kernel_is_compiled_for_every_target(made, target):
     assert made.cases.keys() == cases().keys()
-    assert all(tuple(each) == TARGETS for each in made.cases.values())
+    assert all(
+        tuple(each) == (TARGETS if target is None else (target,)) for each in made.cases.values()
+    )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [None], indirect=True)
 def test_every_way_of_launching_a_kernel_compiles_and_spills_nothing(made):
     assert len(made.variants) >= 10
     assert not {name: f for name, f in made.variants.items() if f.spills}
@@ -45,8 +58,8 @@ def test_nothing_spills_and_memory_is_read_in_wide_loads(made):
     assert not found, "\n".join(found)
 
 
-def test_no_kernel_takes_more_than_it_did(made, request):
-    if request.config.getoption("--accept"):
+def test_no_kernel_takes_more_than_it_did(made, target, request):
+    if request.config.getoption("--accept") and target is None:
         rows = made.cases.items()
         each = {name: {t: asdict(f) for t, f in found.items()} for name, found in rows}
         text = json.dumps({"triton": made.triton, "cases": each}, indent=1)
@@ -78,11 +91,11 @@ def test_what_counts_as_worse(figures, told):
     assert figures.worse_than(Figures(40, 0, 32, 128)) == told
 
 
-def test_a_mask_on_whole_blocks_is_noticed():
+@pytest.mark.parametrize("target", sampled(["sm_80", "sm_90", "sm_100"], "sm_90"))
+def test_a_mask_on_whole_blocks_is_noticed(target):
     """It reads what it should, in the interpreter; a device reads it 32 bits at a time."""
     pytest.importorskip("triton", reason="triton is not installed: nothing can be compiled")
-    worse = compiled("leave", "if begin + BLOCK <= end:", "if False:")
-    ((name, each),) = worse.cases.items()
     # On gfx942 addresses are read 128 bits at a time too, so that other loads do not show.
-    for target in ("sm_80", "sm_90", "sm_100"):
-        assert any("bits at most" in fault for fault in faults(name, target, each[target]))
+    worse = compiled("leave", "if begin + BLOCK <= end:", "if False:", target=target)
+    ((name, each),) = worse.cases.items()
+    assert any("bits at most" in fault for fault in faults(name, target, each[target]))

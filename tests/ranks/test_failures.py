@@ -12,6 +12,7 @@ import pytest
 import torch
 from rank_models import adamw, batch, words
 from rank_pool import RankPool
+from sampled import sampled_rows
 
 import zcompile
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
@@ -106,17 +107,19 @@ def differing(mesh, name):
     return told(mesh, globals()[name])
 
 
+DIFFERING = [
+    ("with_another_rate", ["how they call", "lr=0.002", "rank 1:", "ranks 0, 2, 3:"]),
+    ("with_another_call", ["what they do next", "rank 2: read 'table.weight'", "forward"]),
+    ("with_one_that_saves", ["what they do next", "rank 0: tell each other", "forward"]),
+    ("with_another_seed", ["how they call aten.normal_"]),
+    ("with_other_values", ["how they call aten.copy_", "'table.weight'"]),
+    ("with_other_operands", ["how they call aten.add_"]),
+    ("in_another_order", ["how they call aten.mul_", "'head.weight'", "'table.weight'"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("with_another_rate", ["how they call", "lr=0.002", "rank 1:", "ranks 0, 2, 3:"]),
-        ("with_another_call", ["what they do next", "rank 2: read 'table.weight'", "forward"]),
-        ("with_one_that_saves", ["what they do next", "rank 0: tell each other", "forward"]),
-        ("with_another_seed", ["how they call aten.normal_"]),
-        ("with_other_values", ["how they call aten.copy_", "'table.weight'"]),
-        ("with_other_operands", ["how they call aten.add_"]),
-        ("in_another_order", ["how they call aten.mul_", "'head.weight'", "'table.weight'"]),
-    ],
+    ("name", "says"), sampled_rows(DIFFERING, *DIFFERING[:2], DIFFERING[4], DIFFERING[6])
 )
 def test_ranks_that_differ_are_told_so_before_bytes_move(pool, name, says):
     found = pool.run(differing, 4, name)

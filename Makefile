@@ -5,6 +5,10 @@
 PYTHON ?= python3
 WORKERS ?= 2
 
+# Bytecode is kept, whatever the environment says: tests start many processes, and each would
+# compile what it imports again.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

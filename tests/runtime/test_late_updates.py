@@ -7,6 +7,7 @@ a step and the next forward.
 import copy
 import gc
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -109,13 +110,38 @@ class Pair:
         return same(self.model, values(self.plain))
 
 
-@pytest.fixture
-def pair(tmp_path):
-    """Some steps into a run in which updates are late."""
+@contextmanager
+def trained_pair(tmp_path):
     made = Pair(**budget(tmp_path, "throttled")).step(PLANNED + 1)
     assert made.session.late.rows > 0
     yield made
     zcompile.close(made.model)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        let_all_be_late(patch)
+        with trained_pair(tmp_path_factory.mktemp("shared")) as made:
+            yield made
+
+
+@pytest.fixture
+def pair(shared):
+    """Some steps into a run in which updates are late. Tests share it, and go on from where the
+    one before ended; they stand together, since what compiles another model makes this one's graph
+    anew."""
+    assert shared.equal(), "the test before this one left the two apart"
+    shared.step(2)  # what was compared is updated
+    assert shared.session.late.rows > 0
+    return shared
+
+
+@pytest.fixture
+def own_pair(tmp_path):
+    """As `pair`, for a test that spoils it."""
+    with trained_pair(tmp_path) as made:
+        yield made
 
 
 # Trained whole
@@ -209,58 +235,6 @@ def test_gradients_may_be_dropped_behind_the_forward(tmp_path):
         optimizer.step()
     assert session_behind(model).late.rows > 0
     assert same(model, expected())
-
-
-def test_gradients_that_are_kept_beyond_a_forward_make_room_for_it(pair):
-    """They were let go before, in every step that was planned."""
-    pair.step()
-    kept = [p.grad for p in pair.model.parameters()]
-    assert kept == [None] * len(kept)
-    pair.forward()
-    for _, optimizer in pair.both:
-        optimizer.step()
-    for model, forward in ((pair.plain, pair.plain), (pair.model, pair.compiled)):
-        loss = loss_of(forward, ids(60))
-        model.zero_grad()
-        loss.backward()
-    for _, optimizer in pair.both:
-        optimizer.step()
-        optimizer.zero_grad()
-    stats, budget = zcompile.stats(pair.model), pair.session.device_budget
-    assert stats["peak"]["together"] <= budget
-    assert pair.step(2).equal()
-
-
-def test_gradients_in_a_list_of_the_user_make_room_for_the_forward(pair, monkeypatch):
-    """Nobody's `.grad` any more, and yet not let go when their update is done."""
-    pair.forward()
-    kept = [[p.grad for p in model.parameters()] for model, _ in pair.both]
-    for _, optimizer in pair.both:
-        optimizer.step()
-        optimizer.zero_grad()
-    late = pair.session.late
-    held = [entry for g in late._waiting for row in g.rows for entry in g.entries_of(row)]
-    held = [entry for entry in held if entry.home == HELD]
-    assert held
-    assert not any(map(late.alone_keep, held))
-    plain, let_go = late_updates.LateUpdates.held_bytes, []
-
-    def counted(self, schedule, entries):
-        let_go.append(plain(self, schedule, entries))
-        return let_go[-1]
-
-    monkeypatch.setattr(late_updates.LateUpdates, "held_bytes", counted)
-    pair.forward()
-    assert let_go
-    assert not any(let_go)
-    stats, budget = zcompile.stats(pair.model), pair.session.device_budget
-    assert stats["peak"]["together"] <= budget
-    assert all(torch.equal(a, b.on_host()) for a, b in zip(*kept, strict=True))
-    del kept
-    for _, optimizer in pair.both:
-        optimizer.step()
-        optimizer.zero_grad()
-    assert pair.step(2).equal()
 
 
 def brought(tmp_path) -> tuple[dict[EntryRef, int], Counter, bool]:
@@ -429,40 +403,6 @@ def test_parameters_that_share_a_gradient_are_updated_at_once(pair):
     assert pair.step(2).equal()
 
 
-class Early(nn.Module):
-    """Layers that are given, beside their input, rows that are summed before the first of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
-
-    def forward(self, x, rows):
-        return self.layers(x + rows.sum(0)).square().mean()
-
-
-@pytest.mark.parametrize("part", [slice(0, 4), slice(None)], ids=["rows", "whole"])
-def test_a_parameter_among_the_inputs_is_updated_before_it_is_read(part):
-    """It is gathered while the forward goes on, which has more than one name for its entry."""
-    plain, model = Early(), Early()
-    fields = {"device_memory": Bytes(320 * 1024), "host_memory": "64MiB", "throttle": THROTTLE}
-    torch._dynamo.reset()
-    zcompile.offload(model, device="cpu", **fields)
-    compiled = torch.compile(model, backend="zinf")
-    optimizers = adamw(plain), adamw(model)
-    for number in range(PLANNED + 3):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
-        for net, forward, optimizer in (
-            (plain, plain, optimizers[0]),
-            (model, compiled, optimizers[1]),
-        ):
-            forward(x, net.layers[1].weight.detach()[part]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert same(model, values(plain))
-    zcompile.close(model)
-
-
 def test_an_evaluation_computes_with_updated_parameters(pair):
     tokens = ids(77)
     with torch.no_grad():
@@ -477,36 +417,56 @@ def test_an_eager_call_computes_with_updated_parameters(pair):
     assert pair.step(2).equal()
 
 
-def test_the_last_step_is_done_though_its_optimizer_is_gone(pair):
-    want = values(pair.plain)
-    pair.optimizers = ()
-    gc.collect()
-    assert same(pair.model, want)
+def test_gradients_that_are_kept_beyond_a_forward_make_room_for_it(pair):
+    """They were let go before, in every step that was planned."""
+    pair.step()
+    kept = [p.grad for p in pair.model.parameters()]
+    assert kept == [None] * len(kept)
+    pair.forward()
+    for _, optimizer in pair.both:
+        optimizer.step()
+    for model, forward in ((pair.plain, pair.plain), (pair.model, pair.compiled)):
+        loss = loss_of(forward, ids(60))
+        model.zero_grad()
+        loss.backward()
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    stats, budget = zcompile.stats(pair.model), pair.session.device_budget
+    assert stats["peak"]["together"] <= budget
+    assert pair.step(2).equal()
 
 
-def test_a_checkpoint_has_what_the_step_made(pair, tmp_path):
-    zcompile.save(tmp_path / "at", pair.model, pair.optimizers[1])
-    model, compiled = offloaded(device_memory="16MiB")
-    optimizer = adamw(model)
-    zcompile.resume(tmp_path / "at", model, optimizer)
-    assert same(model, values(pair.plain))
-    for number in range(2):
-        for forward, of in ((pair.plain, pair.optimizers[0]), (compiled, optimizer)):
-            loss_of(forward, ids(50 + number)).backward()
-            of.step()
-            of.zero_grad()
-    assert same(model, values(pair.plain))
+def test_gradients_in_a_list_of_the_user_make_room_for_the_forward(pair, monkeypatch):
+    """Nobody's `.grad` any more, and yet not let go when their update is done."""
+    pair.forward()
+    kept = [[p.grad for p in model.parameters()] for model, _ in pair.both]
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    late = pair.session.late
+    held = [entry for g in late._waiting for row in g.rows for entry in g.entries_of(row)]
+    held = [entry for entry in held if entry.home == HELD]
+    assert held
+    assert not any(map(late.alone_keep, held))
+    plain, let_go = late_updates.LateUpdates.held_bytes, []
 
+    def counted(self, schedule, entries):
+        let_go.append(plain(self, schedule, entries))
+        return let_go[-1]
 
-def test_what_is_asked_for_step_after_step_is_updated_at_once_from_then_on(pair, caplog):
-    caplog.set_level("INFO")
-    for _ in range(late_updates.OFTEN + 3):
-        pair.step()
-        printed(pair.model, None)
-    assert pair.session.late.rows == 0
-    assert not pair.session.controller.plan.late
-    assert "lets no update wait" in caplog.text
-    assert pair.step().equal()
+    monkeypatch.setattr(late_updates.LateUpdates, "held_bytes", counted)
+    pair.forward()
+    assert let_go
+    assert not any(let_go)
+    stats, budget = zcompile.stats(pair.model), pair.session.device_budget
+    assert stats["peak"]["together"] <= budget
+    assert all(torch.equal(a, b.on_host()) for a, b in zip(*kept, strict=True))
+    del kept
+    for _, optimizer in pair.both:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert pair.step(2).equal()
 
 
 # Failures
@@ -576,28 +536,97 @@ def test_a_chunk_that_fails_is_computed_again_from_what_rests_at_home(pair, monk
     assert pair.step(2).equal()
 
 
-def test_a_chunk_that_fails_where_its_operands_rest_is_refused_from_then_on(pair, monkeypatch):
+# Runs of their own
+
+
+class Early(nn.Module):
+    """Layers that are given, beside their input, rows that are summed before the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+
+    def forward(self, x, rows):
+        return self.layers(x + rows.sum(0)).square().mean()
+
+
+@pytest.mark.parametrize("part", [slice(0, 4), slice(None)], ids=["rows", "whole"])
+def test_a_parameter_among_the_inputs_is_updated_before_it_is_read(part):
+    """It is gathered while the forward goes on, which has more than one name for its entry."""
+    plain, model = Early(), Early()
+    fields = {"device_memory": Bytes(320 * 1024), "host_memory": "64MiB", "throttle": THROTTLE}
+    torch._dynamo.reset()
+    zcompile.offload(model, device="cpu", **fields)
+    compiled = torch.compile(model, backend="zinf")
+    optimizers = adamw(plain), adamw(model)
+    for number in range(PLANNED + 3):
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+        for net, forward, optimizer in (
+            (plain, plain, optimizers[0]),
+            (model, compiled, optimizers[1]),
+        ):
+            forward(x, net.layers[1].weight.detach()[part]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(model, values(plain))
+    zcompile.close(model)
+
+
+def test_the_last_step_is_done_though_its_optimizer_is_gone(own_pair):
+    want = values(own_pair.plain)
+    own_pair.optimizers = ()
+    gc.collect()
+    assert same(own_pair.model, want)
+
+
+def test_a_checkpoint_has_what_the_step_made(own_pair, tmp_path):
+    zcompile.save(tmp_path / "at", own_pair.model, own_pair.optimizers[1])
+    model, compiled = offloaded(device_memory="16MiB")
+    optimizer = adamw(model)
+    zcompile.resume(tmp_path / "at", model, optimizer)
+    assert same(model, values(own_pair.plain))
+    for number in range(2):
+        for forward, of in ((own_pair.plain, own_pair.optimizers[0]), (compiled, optimizer)):
+            loss_of(forward, ids(50 + number)).backward()
+            of.step()
+            of.zero_grad()
+    assert same(model, values(own_pair.plain))
+
+
+def test_what_is_asked_for_step_after_step_is_updated_at_once_from_then_on(own_pair, caplog):
+    caplog.set_level("INFO")
+    for _ in range(late_updates.OFTEN + 3):
+        own_pair.step()
+        printed(own_pair.model, None)
+    assert own_pair.session.late.rows == 0
+    assert not own_pair.session.controller.plan.late
+    assert "lets no update wait" in caplog.text
+    assert own_pair.step().equal()
+
+
+def test_a_chunk_that_fails_where_its_operands_rest_is_refused_from_then_on(own_pair, monkeypatch):
     monkeypatch.setattr(late_updates.Progress, "is_torn", lambda self, n: self.within and n == 0)
     chunk_failing(monkeypatch, 1, in_place=True)
-    waiting = pair.session.late._waiting[0]
+    waiting = own_pair.session.late._waiting[0]
     broken = waiting.weight(waiting.rows[0])
     with pytest.raises(RuntimeError, match="injected"):
-        loss_of(pair.compiled, ids(pair.number))
-    (param,) = (p for p in pair.model.parameters() if p.entry is broken)
+        loss_of(own_pair.compiled, ids(own_pair.number))
+    (param,) = (p for p in own_pair.model.parameters() if p.entry is broken)
     with pytest.raises(UpdateBroken, match="go back to a checkpoint") as refused:
         param.detach().sum()
     assert broken.name in str(refused.value)
     with pytest.raises(UpdateBroken):
-        loss_of(pair.compiled, ids(pair.number))
+        loss_of(own_pair.compiled, ids(own_pair.number))
 
 
-def test_where_the_others_of_a_call_fail_those_that_wait_wait_on(pair, monkeypatch):
+def test_where_the_others_of_a_call_fail_those_that_wait_wait_on(own_pair, monkeypatch):
     """As small parameters do, which are updated at once."""
-    pair.forward()
-    wanted = pair.session.late.wanted
+    own_pair.forward()
+    wanted = own_pair.session.late.wanted
     first = next(iter(wanted))
     waiting = {ref: at for ref, at in wanted.items() if ref != first}
-    pair.session.late.want(waiting)
+    own_pair.session.late.want(waiting)
 
     def fails(self, instruction):
         raise OSError("injected")
@@ -605,10 +634,10 @@ def test_where_the_others_of_a_call_fail_those_that_wait_wait_on(pair, monkeypat
     with monkeypatch.context() as patch:
         patched(patch, fails)
         with pytest.raises(OSError, match="injected"):
-            pair.optimizers[1].step()
-    assert pair.session.late.rows == len(waiting)
-    pair.optimizers[0].step()
-    for plain, param in zip(pair.plain.parameters(), pair.model.parameters(), strict=True):
+            own_pair.optimizers[1].step()
+    assert own_pair.session.late.rows == len(waiting)
+    own_pair.optimizers[0].step()
+    for plain, param in zip(own_pair.plain.parameters(), own_pair.model.parameters(), strict=True):
         if param.entry.ref in waiting:
             assert torch.equal(plain.detach(), param.on_host())
 

@@ -13,7 +13,7 @@ import itertools
 import pytest
 import torch
 from pairs import ON_DISK, assert_equal, plain_of
-from sampled import sampled
+from sampled import crossed, sampled
 from torch import nn
 
 import zcompile
@@ -191,14 +191,12 @@ def test_gradients_without_any_hook_are_those_of_torch(program, mode, tmp_path):
     both(program, lambda *_: None, mode, tmp_path)
 
 
-@MODES
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "mode"), crossed(KINDS, ("compiled", "eager")))
 def test_hooks_see_what_they_see_in_torch(kind, mode, tmp_path):
     assert both(one_by_one(once, two_calls), on_some(kind), mode, tmp_path)
 
 
-@MODES
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "mode"), crossed(PROGRAMS, ("eager", "compiled")))
 def test_hooks_of_all_kinds_together_are_called_in_the_order_of_torch(program, mode, tmp_path):
     assert both(program, on_some(all_of_them), mode, tmp_path)
 
@@ -264,8 +262,7 @@ def test_a_hook_that_was_removed_is_not_called(mode, tmp_path):
     assert not both(accumulated, removed, mode, tmp_path)
 
 
-@MODES
-@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize(("place", "mode"), crossed((0, 1, 2), ("compiled", "eager")))
 def test_hooks_at_a_node_that_a_list_op_leads_to(place, mode, tmp_path):
     def through_a_list(log, model, kept):
         params = [model.first.weight, model.shared.weight, model.last.bias]
@@ -279,8 +276,7 @@ def test_hooks_at_a_node_that_a_list_op_leads_to(place, mode, tmp_path):
     assert both(one_by_one(once, accumulated), through_a_list, mode, tmp_path)
 
 
-@MODES
-@pytest.mark.parametrize("kind", ["all", "any"])
+@pytest.mark.parametrize(("kind", "mode"), crossed(("all", "any"), ("eager", "compiled")))
 def test_hooks_of_several_tensors(kind, mode, tmp_path):
     def several(log, model, kept):
         tensors = [model.first.weight, model.shared.weight, model.last.bias]
@@ -294,8 +290,7 @@ def test_hooks_of_several_tensors(kind, mode, tmp_path):
     assert both(one_by_one(once, accumulated, two_calls), several, mode, tmp_path)
 
 
-@MODES
-@pytest.mark.parametrize("kind", ["full", "pre"])
+@pytest.mark.parametrize(("kind", "mode"), crossed(("full", "pre"), ("eager", "compiled")))
 def test_hooks_of_modules(kind, mode, tmp_path):
     def of_modules(log, model, kept):
         for name in ("first", "shared", "last"):

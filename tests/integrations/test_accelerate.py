@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import set_seed
 from pairs import ON_DISK, assert_same, on_disk
+from sampled import crossed
 from saved import content, pair
 from small_models import GPT
 from torch import nn
@@ -102,10 +103,10 @@ def test_prepare_moves_nothing(tmp_path):
     assert all(p.entry.home == "disk" for p in model.parameters())
 
 
-@pytest.mark.parametrize("safe", [True, False])
-@pytest.mark.parametrize(("saves", "resumes"), ["oo", "op", "po"])
-def test_a_state_that_was_saved_goes_on_bit_for_bit(saves, resumes, safe, tmp_path):
+@pytest.mark.parametrize(("ways", "safe"), crossed(["oo", "op", "po"], [True, False]))
+def test_a_state_that_was_saved_goes_on_bit_for_bit(ways, safe, tmp_path):
     """Offloaded (o) and plain (p) models take each other's; random numbers go on too."""
+    saves, resumes = ways
 
     def make(kind: str) -> nn.Module:
         return on_disk(net(), tmp_path) if kind == "o" else net()
@@ -121,8 +122,7 @@ def test_a_state_that_was_saved_goes_on_bit_for_bit(saves, resumes, safe, tmp_pa
         assert torch.equal(a.detach().cpu(), b.detach().cpu())
 
 
-@pytest.mark.parametrize("size", ["10GB", "8KB"])
-@pytest.mark.parametrize("build", [GPT, net])
+@pytest.mark.parametrize(("build", "size"), crossed([GPT, net], ["10GB", "8KB"]))
 def test_save_model_writes_the_files_of_the_plain_model(build, size, tmp_path, caplog):
     """Weights of the GPT are tied; those of the other are not, and nothing is removed."""
     plain, model = pair(build, tmp_path)

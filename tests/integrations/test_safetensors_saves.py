@@ -8,6 +8,7 @@ from e2e.models import gpt2, llama
 from host_copies import Copies
 from huggingface_hub import load_torch_model, save_torch_model, split_torch_state_dict_into_shards
 from pairs import assert_same, on_disk
+from sampled import crossed
 from saved import content, pair
 from torch import nn
 
@@ -103,9 +104,9 @@ def test_parts_that_do_not_overlap_are_saved_each(tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize(
+    ("build", "max_shard_size", "safe"), crossed([gpt2, llama], ["5GB", "20KB"], [True, False])
+)
 def test_huggingface_hub_saves_and_loads_it_in_shards(build, max_shard_size, safe, tmp_path):
     plain, tiered = pair(build, tmp_path)
     for model, name in ((plain, "plain"), (tiered, "tiered")):

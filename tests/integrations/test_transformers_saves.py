@@ -16,6 +16,7 @@ import transformers
 from e2e.models import CAUSAL, gpt2, llama
 from host_copies import Copies
 from pairs import assert_same, on_disk
+from sampled import crossed, sampled
 from saved import content, pair
 from torch import nn
 from transformers import Trainer, TrainingArguments
@@ -45,8 +46,7 @@ def stepped(models: tuple[Any, Any]) -> tuple[Any, Any]:
 # --- save_pretrained ---
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+@pytest.mark.parametrize(("build", "max_shard_size"), crossed([gpt2, llama], ["5GB", "20KB"]))
 def test_save_pretrained_writes_the_files_of_the_plain_model(build, max_shard_size, tmp_path):
     plain, tiered = stepped(pair(build, tmp_path))
     for model, name in ((plain, "plain"), (tiered, "tiered")):
@@ -220,7 +220,7 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("build", sampled([gpt2, llama], gpt2))
 def test_checkpoints_are_those_of_the_plain_model_and_the_best_is_loaded(build, tmp_path):
     plain, tiered = pair(build, tmp_path)
     expected = trained(plain, tmp_path / "plain", **CHECKPOINTS)
@@ -234,7 +234,7 @@ def test_checkpoints_are_those_of_the_plain_model_and_the_best_is_loaded(build, 
     assert_same(plain, tiered)
 
 
-@pytest.mark.parametrize("build", [gpt2, llama])
+@pytest.mark.parametrize("build", sampled([gpt2, llama], llama))
 def test_a_new_model_goes_on_from_a_checkpoint_to_the_last_bit(build, tmp_path):
     """Whoever wrote the checkpoint, and whoever reads it: a plain model or one on disk."""
     straight, first = pair(build, tmp_path)

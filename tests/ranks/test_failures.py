@@ -12,7 +12,7 @@ import pytest
 import torch
 from rank_models import adamw, batch, words
 from rank_pool import RankPool
-from sampled import sampled_rows
+from sampled import sampled, sampled_rows
 
 import zcompile
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
@@ -146,7 +146,12 @@ def offloaded(mesh, name):
     return "nothing"
 
 
-@pytest.mark.parametrize("name", ["another width", "another budget", "another way", "frozen"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        ["another width", "another budget", "another way", "frozen"], "another width", "frozen"
+    ),
+)
 def test_models_and_settings_that_differ_are_refused(pool, name):
     found = pool.run(offloaded, 2, name)
     assert all(text.startswith("the ranks differ in how they offload a model") for text in found)

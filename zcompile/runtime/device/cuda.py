@@ -74,6 +74,10 @@ class CudaDevice:
             self._pinned.append(block)
         return block
 
+    def is_on_host(self, memory: Tensor) -> bool:
+        """Whether memory is the host's, and not the device's own."""
+        return memory.is_cpu
+
     def owning_view(self, memory: Tensor, watch: Watch) -> Tensor:
         borrowed = _ArrayInterface(memory)
         watch(borrowed)
@@ -94,7 +98,7 @@ class CudaDevice:
         after: Sequence[Ticket],
         listener: CopyListener,
     ) -> None:
-        if target.device == source.device:  # both on the host: a gradient that is there already
+        if self.is_on_host(target) and self.is_on_host(source):  # a gradient that is there already
             self._host.submit(partial(_copy_on_host, target, source, listener))
         else:
             self._enqueue(
@@ -117,7 +121,6 @@ class CudaDevice:
 
     def join(self, event: object) -> None:
         if event is not None:
-            assert isinstance(event, torch.cuda.Event)
             _CUDA.current_stream(self.torch_device).wait_event(event)
 
     def stamp(self) -> Stamp:

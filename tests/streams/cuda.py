@@ -1,0 +1,329 @@
+"""CUDA without a card: the calls of `torch.cuda` that `CudaDevice` makes, with clocks behind them.
+
+Work is done at once, in the order in which hosts enqueue it. What is looked at is whether it would
+have been in order at any speed: a stream knows what the host knew that enqueued its last work, and
+what the events knew that it waited for; an event knows what its stream knew. `query` always says
+that an event has yet to come, and of the end of a copy nobody hears before some host waits
+(`Held`), so nothing is learned by luck.
+"""
+
+import contextlib
+import ctypes
+import threading
+import traceback
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from streams.clocks import LOCK, Doer, Memory, joined, knowing, known, learn, scope, told
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zcompile.ir.torch_compat import storage_of
+from zcompile.runtime.device.cuda import CudaDevice
+
+_THREADS = threading.local()
+
+
+class Stream(Doer):
+    """As `torch.cuda.Stream`."""
+
+    def __init__(self, device: object = None, name: str = "") -> None:
+        super().__init__(name or f"stream{id(self)}")
+
+    def wait_event(self, event: "Event") -> None:
+        with LOCK:
+            learn(self.known, joined(event.known, scope().known))
+
+    def synchronize(self) -> None:
+        told(self.known)
+
+
+class Event:
+    """As `torch.cuda.Event`."""
+
+    waits: ClassVar[Counter[str]] = Counter()
+    """Of the main thread, by who waited."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        self.known: dict[str, int] = {}
+
+    def record(self, stream: Stream) -> None:
+        with LOCK:
+            learn(stream.known, scope().known)
+            self.known = dict(stream.known)
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        told(self.known)
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 0.0
+
+
+class Simulation:
+    """The streams and the memory of one simulated card.
+
+    records  whether accesses are noted: clocks go on in any case
+    label    says what this thread computes, for people
+    """
+
+    def __init__(self) -> None:
+        self.memory = Memory()
+        self.held = Held()
+        self.records = True
+        self.compute = Stream(name="compute")
+        self.pinned: list[tuple[int, int]] = []
+        self.transfers: Counter[str] = Counter()
+        self._storages: dict[int, Any] = {}
+        self.cuda = SimpleNamespace(
+            Stream=Stream,
+            Event=Event,
+            stream=self._stream,
+            current_stream=self.current_stream,
+            current_device=lambda: 0,
+            device=lambda device: contextlib.nullcontext(),
+            mem_get_info=lambda device: (8 << 30, 8 << 30),
+            cudart=lambda: SimpleNamespace(
+                cudaHostRegister=self._pin, cudaHostUnregister=lambda address: 0
+            ),
+        )
+
+    def current_stream(self, device: object = None) -> Stream:
+        streams = getattr(_THREADS, "streams", ())
+        return streams[-1] if streams else self.compute
+
+    @contextlib.contextmanager
+    def _stream(self, stream: Stream) -> Iterator[None]:
+        streams = _THREADS.__dict__.setdefault("streams", [])
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+    def _pin(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned.append((address, address + nbytes))
+        return 0
+
+    def is_pinned(self, memory: Tensor) -> bool:
+        at = memory.data_ptr()
+        return any(begin <= at < end for begin, end in self.pinned)
+
+    @contextlib.contextmanager
+    def computing(self, label: str) -> Iterator[None]:
+        """What this thread enqueues inside is called so."""
+        labels = _THREADS.__dict__.setdefault("labels", ["compute"])
+        labels.append(label)
+        try:
+            yield
+        finally:
+            labels.pop()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Every op of this thread inside is work on its current stream."""
+        if getattr(_THREADS, "watches", False):
+            yield
+            return
+        _THREADS.watches = True
+        try:
+            with Watching(self):
+                yield
+        finally:
+            _THREADS.watches = False
+
+    @property
+    def label(self) -> str:
+        return _THREADS.__dict__.setdefault("labels", ["compute"])[-1]
+
+    def launch(self, reads: list[Tensor], writes: list[Tensor], what: str = "") -> None:
+        """Work on the current stream of this thread that reads and writes such tensors."""
+        stream = self.current_stream()
+        if not self.records:
+            return
+        with LOCK:
+            learn(stream.known, scope().known)
+        self.memory.touch(stream, self.label + what, spans(reads), spans(writes))
+
+    def on_host(self, label: str, reads: "Spans", writes: "Spans") -> None:
+        """The host itself reads or writes memory that copies touch too, now."""
+        if self.records:
+            self.memory.touch(scope(), label, reads, writes)
+
+    def pinned_spans(self, tensors: list[Tensor]) -> "Spans":
+        """Those that copies touch too."""
+        return spans([t for t in tensors if t.numel() and self.is_pinned(t)])
+
+    def watch(self, made: Tensor) -> None:
+        """Memory that compute made: look who still uses it when it goes back to its allocator."""
+        if not self.records:
+            return
+        storage = storage_of(made)
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if begin and begin not in self._storages:
+            self._storages[begin] = weakref.ref(storage, partial(self._freed, begin, end))
+
+    def _freed(self, begin: int, end: int, gone: object) -> None:
+        # The allocator of torch gives it to the next that computes, behind what was enqueued there.
+        with LOCK:
+            self._storages.pop(begin, None)
+            self.memory.free(begin, end, scope().known, self.compute.known)
+
+
+Spans = list[tuple[int, int]]
+
+
+def spans(tensors: list[Tensor]) -> Spans:
+    """The bytes that tensors may touch, as (begin, end)."""
+    found = []
+    for t in tensors:
+        if t.numel():
+            last = sum((n - 1) * stride for n, stride in zip(t.size(), t.stride(), strict=True))
+            found.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+    return found
+
+
+class Watching(TorchDispatchMode):
+    """Every op that is not a view is work on the current stream."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [*args, *(kwargs or {}).values()]
+        plain = [t for value in given for t in _tensors(value)]
+        if any(type(t) not in (Tensor, torch.nn.Parameter) for t in plain):
+            return NotImplemented  # a tiered tensor knows what to do
+        out = func(*args, **(kwargs or {}))
+        if not self._simulation.records or _is_view(func):
+            return out
+        if func._schema.name.startswith("aten::empty"):  # memory, and no work
+            for each in _tensors(out):
+                self._simulation.watch(each)
+            return out
+        writes, reads = [], []
+        for at, argument in enumerate(func._schema.arguments):
+            value = args[at] if at < len(args) else (kwargs or {}).get(argument.name)
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            (writes if written else reads).extend(_tensors(value))
+        held = {t.untyped_storage().data_ptr() for t in (*writes, *reads)}
+        made = [t for t in _tensors(out) if t.untyped_storage().data_ptr() not in held]
+        self._simulation.launch(reads, [*writes, *made], f" {func._schema.name[6:]}")
+        for each in made:
+            self._simulation.watch(each)
+        return out
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [t for part in value for t in _tensors(part)]
+    return []
+
+
+class Held:
+    """What the device submits to a thread of its own, and nobody does until a host waits.
+
+    So the host knows of the end of a copy as late as it can.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+
+    def submit(self, job: Callable[[], None]) -> None:
+        asked = known()
+
+        def run() -> None:
+            with knowing(asked):
+                job()
+
+        with self._changed:
+            self._jobs.append(run)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        self._jobs.clear()
+
+    def tell(self, error: object = None) -> None:
+        """Something else has happened."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def work_until(self, over: Callable[[], bool]) -> None:
+        """Do one job after the other, the oldest first, until it is over."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or over())
+                if over():
+                    return
+                job = self._jobs.popleft()
+            _THREADS.reaps = True
+            try:
+                job()
+            finally:
+                _THREADS.reaps = False
+
+
+class SimulatedCuda(CudaDevice):
+    """The device itself, but for where its memory lies: on the host, as on the emulated one."""
+
+    simulation: Simulation
+
+    def __init__(self, throttle: object, meter: Any, crashed: Any) -> None:
+        super().__init__(torch.device("cuda", 0), meter, crashed)
+        for link, stream in self._streams.items():
+            stream.name = link
+        for reaper in self._reapers.values():
+            reaper.stop()
+        self._reapers = dict.fromkeys(self._streams, self.simulation.held)
+        self.torch_device = torch.device("cpu")
+
+    def is_on_host(self, memory):
+        return self.simulation.is_pinned(memory)
+
+    def owning_view(self, memory, watch):
+        array: Any = (ctypes.c_ubyte * max(memory.numel(), 1)).from_address(memory.data_ptr())
+        array.memory = memory
+        watch(array)
+        return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
+
+    def allocate(self, nbytes):
+        made = super().allocate(nbytes)
+        self.simulation.watch(made)
+        return made
+
+    def can_bypass_staging(self, direction):
+        return False  # no system call reaches the memory of a card
+
+    def _enqueue(self, direction, work, after, listener, alive, nbytes):
+        self.simulation.transfers[direction] += 1
+
+        def watched():
+            name = f"{direction} {listener.name}"
+            with self.simulation.computing(name), self.simulation.watching():
+                work()
+
+        super()._enqueue(direction, watched, after, listener, alive, nbytes)
+
+
+def host_wait(what: str) -> None:
+    """Note that the main thread waits."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and not getattr(_THREADS, "reaps", False):
+        frames = traceback.extract_stack(limit=12)
+        Event.waits[what + " < ".join(f.name for f in reversed(frames))] += 1

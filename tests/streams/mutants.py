@@ -1,0 +1,283 @@
+"""The runtime with one of its orders taken out: what the checker has to notice.
+
+A mutant is an edit of the source of one function or more; one whose text is not there any more
+fails, and is to be written anew.
+"""
+
+import contextlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.executor import _Call
+from zcompile.runtime.foresight import Foresight
+from zcompile.runtime.gradients.gradients import Gradients
+from zcompile.runtime.live_memory import InFlightGradients, PendingReads
+from zcompile.runtime.store import resident
+from zcompile.runtime.transfer import transfer
+from zcompile.runtime.transfer.queue import TransferQueue
+from zcompile.runtime.transfer.transfer import Put, Transfer
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In the source of `owner.name`, `old` becomes `new`."""
+
+    owner: Any
+    name: str
+    old: str
+    new: str
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[None]:
+        """Inside, the function is the edited one, whoever holds it."""
+        function = inspect.unwrap(getattr(self.owner, self.name))
+        before, function.__code__ = function.__code__, self._edited(function).__code__
+        try:
+            yield
+        finally:
+            function.__code__ = before
+
+    def _edited(self, function: FunctionType) -> FunctionType:
+        source = textwrap.dedent(inspect.getsource(function))
+        found = source.count(self.old)
+        assert found == 1, f"{self.old!r} is {found} times in {self.name}"
+        source = source.replace(self.old, self.new)
+        source = source[source.index("def ") :]  # without decorators
+        made: dict[str, Any] = {}
+        exec(compile(source, f"<{self.name} edited>", "exec"), function.__globals__, made)
+        return made[self.name]
+
+
+MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    "a fetch does not wait for compute that came before the call": (
+        "streaming",
+        (
+            Edit(
+                _Call,
+                "_start",
+                "[self.begun, *self._after(fetch.after)]",
+                "self._after(fetch.after)",
+            ),
+            Edit(
+                Foresight,
+                "begin",
+                "self._followers.get(place) or self._followers.get((call.identity, LATEST))",
+                "None",
+            ),
+        ),
+    ),
+    "a fetch does not wait for the last reader of its slot": (
+        "streaming",
+        (Edit(_Call, "_start", "[self.begun, *self._after(fetch.after)]", "[self.begun]"),),
+    ),
+    "a fetch does not wait for puts of earlier calls that read its slot": (
+        "streaming",
+        (Edit(PendingReads, "of", "if low < end and begin < high", "if False"),),
+    ),
+    "a fetch ahead does not wait for compute": (
+        "streaming",
+        (Edit(Foresight, "passed", "[self._store.device.mark()]", "[]"),),
+    ),
+    "a gradient leaves without a mark": (
+        "streaming",
+        (
+            Edit(
+                Gradients,
+                "receive",
+                "grad, after = same, [self._store.device.mark()]",
+                "grad, after = same, []",
+            ),
+            Edit(_Call, "_reduce", "self._after(reduce.after)", "[]"),
+        ),
+    ),
+    "a chunk of the optimizer's step goes home before it is computed": (
+        "streaming",
+        (Edit(_Call, "_put", "self._after(store.after)", "[]"),),
+    ),
+    "a region's ticket is that of the beginning of its call": (
+        "streaming",
+        (Edit(_Call, "_run", "= self.store.device.mark()", "= self.begun"),),
+    ),
+    "compute does not wait for a fetch": (
+        "streaming",
+        (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),
+    ),
+    "compute waits until a copy is enqueued, and not for the copy": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "join",
+                "_CUDA.current_stream(self.torch_device).wait_event(event)",
+                "pass",
+            ),
+        ),
+    ),
+    "a copy does not wait for its marks": (
+        "streaming",
+        (Edit(CudaDevice, "_enqueue", "stream.wait_event(mark.event)", "pass"),),
+    ),
+    "the event of a copy is recorded on the stream of compute": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "_enqueue",
+                "event.record(stream)",
+                "event.record(_CUDA.current_stream.__self__.compute)",
+            ),
+        ),
+    ),
+    "the event of a copy is recorded before the copy": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "_enqueue",
+                "work()\n            event.record(stream)",
+                "event.record(stream)\n            work()",
+            ),
+        ),
+    ),
+    "a mark is recorded on a stream of copies": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "mark",
+                "_CUDA.current_stream(self.torch_device)",
+                "self._streams['h2d']",
+            ),
+        ),
+    ),
+    "a copy is told to have landed when it is enqueued": (
+        "streaming",
+        (Edit(CudaDevice, "_reap", "event.synchronize()", "pass"),),
+    ),
+    "a transfer does not wait for those on its entry": (
+        "micro-batches",
+        (Edit(TransferQueue, "submit", "place.blockers(transfer)", "()"),),
+    ),
+    "a transfer does not wait for puts that read its memory": (
+        "streaming",
+        (Edit(TransferQueue, "submit", "ticket.memory_free.then(gate.drop)", "gate.drop()"),),
+    ),
+    "a value leaves before it is computed": (
+        "offloaded activations",
+        (Edit(_Call, "_offload", "self._after(x.after) or [self.store.device.mark()]", "[]"),),
+    ),
+    "a transfer follows the reads of its entry's bytes, and not their way home": (
+        "micro-batches",
+        (
+            Edit(
+                TransferQueue,
+                "submit",
+                "blocker.home.then(gate.drop)",
+                "blocker.memory_free.then(gate.drop)",
+            ),
+        ),
+    ),
+    "a buffer goes back to the ring before it is written to disk": (
+        "disk",
+        (
+            Edit(
+                Put,
+                "write",
+                "partial(self.written, buffer)",
+                "self.context.staging.give(buffer) or self.home.drop",
+            ),
+        ),
+    ),
+    "a buffer goes back to the ring while the device reads it": (
+        "disk",
+        (
+            Edit(
+                transfer._FetchedChunk,
+                "enqueued",
+                "self.fetch.enqueued(event)",
+                "self.fetch.enqueued(event); self.fetch.context.staging.give(self.buffer)",
+            ),
+            Edit(
+                transfer._FetchedChunk,
+                "landed",
+                "self.fetch.context.staging.give(self.buffer)",
+                "pass",
+            ),
+        ),
+    ),
+    "a sum is formed before what is added has come": (
+        "disk",
+        (
+            Edit(
+                transfer._CopiedChunk,
+                "enqueued",
+                "self.transfer.enqueued(event)",
+                "self.transfer.enqueued(event); isinstance(self.transfer, Add) and self.then(None)",
+            ),
+            Edit(
+                transfer._CopiedChunk,
+                "landed",
+                "self.then(error)",
+                "self.then(error) if not isinstance(self.transfer, Add) else None",
+            ),
+        ),
+    ),
+    "memory that compute made is let go of when its copy is enqueued": (
+        "streaming",
+        (
+            Edit(CudaDevice, "_enqueue", "alive, nbytes)\n", "[], nbytes)\n"),
+            Edit(
+                Transfer,
+                "enqueued",
+                "self._event = event",
+                "self._event = event; self._owner = self._memory = None",
+            ),
+            Edit(InFlightGradients, "note", "self._sent.append((ticket, source))", "pass"),
+        ),
+    ),
+    "a fetch between resting entries does not wait for the last reader of its slot": (
+        "part on the device",
+        (Edit(_Call, "_start", "[self.begun, *self._after(fetch.after)]", "[self.begun]"),),
+    ),
+    "a late update does not wait for what it reads": (
+        "late updates",
+        (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),
+    ),
+    "compute does not wait for a narrow copy": (
+        "narrow copies",
+        (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),
+    ),
+}
+"""What is broken -> the mode in which it is looked for, and the edits."""
+
+EQUIVALENT: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    # What is put to the device is moved by compute, and came from compute: one stream.
+    "the device does not wait for what is put to it": (
+        "part on the device",
+        (Edit(resident, "put", "ticket.join_compute()", "pass"),),
+    ),
+    # Compute has read an entry that dies, and what is put to its extent next comes after compute.
+    "an extent is given back while transfers are on it": (
+        "offloaded activations",
+        (
+            Edit(TransferQueue, "free", "idle = not place.in_flight", "idle = True"),
+            Edit(
+                TransferQueue,
+                "_finished",
+                "free = place.freed and not place.in_flight",
+                "free = False",
+            ),
+        ),
+    ),
+    # The transfer itself holds the memory that its copy reads until that has landed.
+    "a copy does not hold the memory that it reads": (
+        "streaming",
+        (Edit(CudaDevice, "_enqueue", "alive, nbytes)\n", "[], nbytes)\n"),),
+    ),
+}
+"""What is not needed for order, and why: the same, where nothing may be told."""

@@ -25,8 +25,18 @@ from zcompile.runtime.ranks.fabric import Fabric
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
 processes. SLURM's is not among them: it says the same to a script that runs once."""
-ALIKE = ("activations", "regions", "max_lead", "reduction", "machine", "device", "durable")
-"""Fields of a config that decide what crosses between ranks."""
+ALIKE = (
+    "activations",
+    "regions",
+    "max_lead",
+    "reduction",
+    "machine",
+    "device",
+    "durable",
+    "stage",
+    "may_keep_wholes",
+)
+"""Of a config, what decides what crosses between ranks."""
 
 
 def open_fabric(config: Config) -> Fabric | None:
@@ -35,9 +45,14 @@ def open_fabric(config: Config) -> Fabric | None:
     Under torchrun, the process group is made here unless the script has made it.
     raises  ConfigInvalid, Unsupported, RanksDiffer, RankFailed
     """
-    if config.mesh is False:
-        return None
-    if not is_mesh(config.mesh) and not _several():
+    if config.mesh is False or not (is_mesh(config.mesh) or _several()):
+        if config.stage != "auto":
+            raise ConfigInvalid(
+                "stage",
+                config.stage,
+                "is of several ranks that train one model, and this process trains alone; leave it "
+                "out, or start the ranks with torchrun",
+            )
         return None
     if not dist.is_initialized() and dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group("gloo")

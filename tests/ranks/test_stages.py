@@ -10,6 +10,7 @@ from rank_models import (
     adamw,
     batch,
     digest,
+    numbers_of,
     optimizer_named,
     state_of,
     train,
@@ -17,6 +18,7 @@ from rank_models import (
 )
 from safetensors.torch import load_file
 from sampled import sampled, sampled_rows
+from torch.nn import functional as F
 
 import zcompile
 from zcompile.errors import BudgetExceeded, ConfigInvalid
@@ -221,6 +223,43 @@ def trained(mesh, fields, clip, kinds, pays=None, no_room=False):
     state = state_of(model, optimizer)
     zcompile.close(model)
     return state, kept, stats["plan"]
+
+
+def cut(self, ids, wanted):
+    """The forward of `Words`, with a graph break between its blocks."""
+    x = self.blocks[0](self.table(ids))
+    torch._dynamo.graph_break()
+    x = self.blocks[1](x)
+    return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), wanted.flatten())
+
+
+def in_pieces(mesh):
+    """The state after steps of a model that is two graphs, at last with batches of other lengths;
+    what is kept."""
+    model, run, rank, ranks = opened(mesh, {**ROOMY, "stage": 2})
+    model.forward = cut.__get__(model)
+    optimizer = adamw(model.parameters())
+    train(model, run, optimizer, rank, ranks, steps=range(PLANNED + 1))
+    for length in (5, 6, 7):
+        for number in numbers_of(rank, ranks):
+            ids, wanted = batch(length, number)
+            (run(ids[:, :length], wanted[:, :length]) / (BATCHES // ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = None
+    if mesh is not None:
+        told = zcompile.stats(model)
+        told = told["plan"]["stage"], told["peak"]["together"] <= told["planned_peak"]["together"]
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, told
+
+
+@pytest.mark.slow
+def test_two_graphs_and_other_lengths_read_what_is_kept(pool):
+    state, _ = in_pieces(None)
+    assert pool.run(in_pieces, 2) == [(state, (2, True))] * 2
 
 
 @contextmanager

@@ -13,6 +13,7 @@ next step with that; if one of them has no room for it, rank 0 gives it up.
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -123,9 +124,8 @@ class KeptWholes:
         if not (read := self._read[schedule.serial]):
             return schedule
         own = self._own(schedule, entries)
-        what = f"tell what is kept for {schedule.call_kind}"
-        text = f"of {schedule.name}: {sum(map(bool, own))} of {len(own)} kept"
-        told = self._fabric.compare(what, digest_of(own), len(own), text=text)
+        text = f"of {schedule.name}: {sum(map(bool, own))} of {len(own)} weights are kept whole"
+        told = self._fabric.compare(schedule.call_kind, digest_of(own), len(own), text=text)
         if len(set(told)) == 1:
             self._note([entries[n].ref for n in read], [own])
             return self._keeping(schedule, own)
@@ -172,7 +172,9 @@ class KeptWholes:
             kept = frozenset(n for n, state in rows if state != NOT_KEPT)
             made = frozenset(n for n, state in rows if state == OUT_OF_DATE)
             self._made[known] = keeping_wholes(schedule, kept, made)
-        return self._made[known]
+        found = self._made[known]
+        same = found.holds.sizes == schedule.holds.sizes
+        return found if same else replace(found, holds=schedule.holds)
 
     def _note(self, refs: Sequence[EntryRef], every: Sequence[bytes]) -> None:
         """Remember what the ranks have told; `every`: one row, if all told the same."""

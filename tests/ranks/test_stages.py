@@ -298,22 +298,32 @@ def test_rank_0_gives_up_what_another_rank_has_no_room_for(pool):
     assert first == second == pool.run(trained, 1, {**ROOMY, "stage": 3}, 0.0, {})[0][0]
 
 
-def too_large(mesh):
-    """The error of a stage that the device has no room for, in a step that would be planned."""
-    model, run, rank, ranks = opened(mesh, {**ROOMY, "device_memory": "640KiB", "stage": 2})
+def too_large(mesh, device_memory):
+    """The error of a stage that the device has no room for, and after how many steps it came."""
+    model, steps, said = None, 0, ""
     try:
-        train(model, run, adamw(model.parameters()), rank, ranks)
+        model, run, rank, ranks = opened(
+            mesh, {**ROOMY, "device_memory": device_memory, "stage": 2}
+        )
+        optimizer = adamw(model.parameters())
+        for steps in range(PLANNED):
+            train(model, run, optimizer, rank, ranks, steps=range(steps, steps + 1))
     except BudgetExceeded as error:
-        return str(error)
-    finally:
+        said = str(error)
+    if model is not None:
         zcompile.close(model)
+    return said, steps
 
 
-@pytest.mark.slow
-def test_a_stage_that_does_not_fit_is_refused(pool):
-    for said in pool.run(too_large, 2):
+@pytest.mark.parametrize(
+    ("device_memory", "steps"), sampled_rows([("400KiB", 0), ("640KiB", 2)], ("400KiB", 0))
+)
+def test_a_stage_that_does_not_fit_is_refused(pool, device_memory, steps):
+    """At once, if nothing else could fit either; else when the first step is planned."""
+    for said, after in pool.run(too_large, 2, device_memory):
         assert "parameters are kept whole on every rank" in said
         assert "or stage='auto'" in said
+        assert after == steps
 
 
 @pytest.mark.parametrize("stage", [2, 3])

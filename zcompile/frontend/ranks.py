@@ -6,16 +6,19 @@ parameter is a share (`ir/partition.py`); what crosses between them goes through
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zcompile.config import Config, is_mesh
-from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, more_device_memory
+from zcompile.ir.partition import partition_of
+from zcompile.ir.types import Layout
 from zcompile.ir.version import VERSION
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
@@ -142,6 +145,34 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
     text = ", ".join(f"{name}={value}" for name, value in rows.items())
     fabric.agree("offload a model", text, text=text)
+
+
+def check_stage(
+    config: Config, params: Iterable[tuple[str, Tensor]], device_bytes: int, fabric: Fabric
+) -> None:
+    """Check that the device could hold all of each parameter, where that is asked for.
+
+    raises  BudgetExceeded
+    """
+    if config.stage != 2:
+        return
+    wholes = []
+    for name, param in params:
+        layout = Layout.of(param)
+        part = partition_of(layout, fabric.rank, fabric.size)
+        if part is not None:
+            wholes.append((name, part.padded * layout.dtype.itemsize))
+    needed = sum(nbytes for _, nbytes in wholes)
+    if needed > device_bytes:
+        raise BudgetExceeded(
+            "device",
+            device_bytes,
+            needed,
+            "a model whose parameters are kept whole on every rank (stage=2)",
+            wholes,
+            f"{more_device_memory(needed)}, or stage='auto', which keeps what there is room for, "
+            "or stage=3",
+        )
 
 
 def refuse_ranks(mesh: Any, fabric: Fabric | None) -> None:

@@ -97,7 +97,7 @@ def _stage(session: Session) -> dict[str, Any]:
     shared = [e for e in session.entries() if e.kind is EntryKind.PARAM and e.partition]
     wholes = [entry.whole[0] for entry in shared if entry.whole is not None]
     return {
-        "stage": 2 if len(wholes) == len(shared) else 3,
+        "stage": 2 if shared and len(wholes) == len(shared) else 3,
         "gathered": len(shared),
         "whole": len(wholes),
         "whole_bytes": sum(whole.nbytes for whole in wholes),

@@ -29,6 +29,7 @@ PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes"
 REGIONS = ("auto", "eager", "inductor")
 KERNELS = ("auto", "stock", "triton")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
+STAGES = ("auto", 1, 2, 3)
 
 
 def _no_throttle() -> Mapping[str, float]:
@@ -73,6 +74,9 @@ class Config:
     rank_timeout    longest that ranks wait for one that does not come: seconds, or "60s", "5min"
     reduction       "ordered": gradients of ranks are summed in the order of ranks, so that results
                     do not depend on how many there are
+    stage           of ZeRO, where several ranks train one model. 3: a parameter is gathered for
+                    every use; 2: all of each parameter rests on the device of every rank, and is
+                    gathered once after each update; "auto": a plan chooses for each parameter
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
     raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid
@@ -95,6 +99,7 @@ class Config:
     mesh: Any = None
     rank_timeout: float | str = "60s"
     reduction: str = "ordered"
+    stage: str | int = "auto"
     dump: str | Path | None = None
 
     emulates_unasked: ClassVar[bool] = False
@@ -175,11 +180,47 @@ class Config:
                 self.reduction,
                 "is not there yet; 'ordered' sums gradients in the order of ranks",
             )
+        self._check_stage()
+
+    def _check_stage(self) -> None:
+        """raises  ConfigInvalid"""
+        stage = self.stage
+        if isinstance(stage, bool) or stage not in STAGES:
+            known = ", ".join(map(str, STAGES))
+            raise ConfigInvalid("stage", stage, f"is not one of {known}")
+        if stage == 1:
+            raise ConfigInvalid(
+                "stage",
+                stage,
+                "is not there: a rank would add up the gradients of its micro-batches before those "
+                "of other ranks are added, which rounds otherwise than reduction='ordered' does; "
+                "stage=2 moves as many bytes with one micro-batch in a step",
+            )
+        if stage != "auto" and self.mesh is False:
+            raise ConfigInvalid(
+                "stage",
+                stage,
+                "is of ranks that train one model, and mesh=False lets each "
+                "train its own; leave one of them out",
+            )
+        unplanned = self.stays_because or ("durable=True" if self.durable else "")
+        if stage == 2 and unplanned:
+            raise ConfigInvalid(
+                "stage",
+                stage,
+                f"needs steps that are planned, and with {unplanned} those of several ranks are "
+                "not; leave one of them out",
+            )
 
     @property
     def stays_because(self) -> str:
         """Why entries stay where they are put first, for people; "" if whole steps are planned."""
         return "" if self.residency else "residency=False"
+
+    @property
+    def may_keep_wholes(self) -> bool:
+        """Whether ranks may keep all of a parameter, and not only their shares of it."""
+        return self.stage != 3 and not (self.stays_because or self.durable)
 
     @property
     def tiles_by_kernels(self) -> bool:

@@ -220,17 +220,18 @@ def test_zinf_plan_says_that_it_is_of_one_rank(sweep, zinf):
     assert "one of 8 ranks" in out
 
 
-def planned(ranks):
+def planned(ranks, stage="auto", **fields):
     """The plan of one of so many ranks, of a model with two large weights and small ones."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to("meta")
     machine = with_ranks(find("h200-node"), ranks)
-    return zcompile.plan(model, torch.empty(4, 256, device="meta"), machine=machine)
+    inputs = torch.empty(4, 256, device="meta")
+    return zcompile.plan(model, inputs, machine=machine, stage=stage, **fields)
 
 
 def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
     weights, small = 2 * 256 * 512 * 4, (256 + 512) * 4
     for ranks in (1, 2, 8):
-        report = planned(ranks)
+        report = planned(ranks, 3 if ranks > 1 else "auto")
         rests = sum(row.weights + row.gradients + row.states for row in report.tiers)
         kept = report.staying_bytes  # gradients, where nothing is exchanged
         assert rests + kept == 4 * (weights // ranks + small), "with gradients and two moments"
@@ -239,6 +240,34 @@ def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
         gathered, exchanged = weights + weights // 2, weights
         assert crosses == (gathered + exchanged) * (ranks - 1) // ranks + small * (ranks - 1)
         assert report.bound_seconds <= report.step_seconds
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_plan_keeps_weights_whole_where_that_is_faster_or_asked_for(micro_batches):
+    weights, small, ranks = 2 * 256 * 512 * 4, (256 + 512) * 4, 8
+    seconds = {}
+    for stage in ("auto", 2, 3):
+        report = planned(ranks, stage, micro_batches=micro_batches)
+        seconds[stage] = report.step_seconds
+        assert report.bound_seconds <= report.step_seconds
+        assert report.floor_seconds <= report.step_seconds
+        copies = sum(row.copies for row in report.tiers)
+        if stage == 3:
+            assert (copies, report.whole_parameters) == (0, 0)
+            continue
+        crosses = {row.link: row.nbytes for row in report.links}["rank_to_rank"]
+        exchanged = micro_batches * (weights * (ranks - 1) // ranks + small * (ranks - 1))
+        assert crosses == weights * (ranks - 1) // ranks + exchanged, "each is gathered once"
+        # The first weight is read in forward alone, so of one micro-batch nothing is saved.
+        kept = 1 if (stage, micro_batches) == ("auto", 1) else 2
+        assert (copies, report.whole_parameters) == (kept * weights // 2, kept)
+        assert f"all of {kept} parameters rests on the device of every rank" in str(report)
+    assert seconds["auto"] == seconds[2] < seconds[3]
+
+
+def test_a_stage_of_one_rank_is_refused():
+    with pytest.raises(ConfigInvalid, match="stage=2 is of several ranks"):
+        planned(1, 2)
 
 
 def test_zinf_plan_takes_a_number_of_ranks(zinf):

@@ -7,6 +7,9 @@ from written import NOTHING, free, schedule, wait
 
 from zcompile.ir.schedule import (
     Agree,
+    Borrow,
+    Cast,
+    CopyRead,
     EntryIndex,
     Exchange,
     ExchangeBucket,
@@ -144,11 +147,75 @@ LATE: tuple[Instruction, ...] = (
 """The shares of two weights are updated, each before it is gathered, and then read."""
 
 
+def kept(slot: Slot, ticket: int, name: str, *after: int) -> Store:
+    return Store(EntryIndex(1), 0, 1024, slot, Ticket(ticket), after, name)  # type: ignore[arg-type]
+
+
+KEEPING: tuple[Instruction, ...] = (
+    Agree(Ticket(0), "forward"),
+    share(WIDE, 1, 0, "w"),
+    gather(WIDE, 2, 0, "w", 0, 1),
+    share(NEXT, 3, 2, "v"),
+    gather(NEXT, 4, 2, "v", 3),
+    whole(WIDE, 2, 1),
+    computed(0, 1, out=(7,), ticket=5),
+    kept(WIDE, 6, "w", 5),
+    free(WIDE, 1),
+    whole(NEXT, 4, 3, "v"),
+    computed(7, 3, out=(8,)),
+    free(NEXT, 3),
+)
+"""Two weights are gathered and read; all of the first is kept for later calls."""
+
+
+def keeping(rows: tuple[Instruction, ...], phase: Phase = Phase.FORWARD) -> Schedule:
+    """As `of_rank`; all of entry 0 is kept in entry 1."""
+    same = Cast(torch.float32, torch.float32)
+    copy = CopyRead(EntryIndex(0), same, 1024, whole=True, made=True)
+    return replace(of_rank(rows, phase), copies=(copy,), names={0: "w", 1: "all of w"})
+
+
+def _keeping(at: int, *instead: Instruction) -> Schedule:
+    return keeping((*KEEPING[:at], *instead, *KEEPING[at + 1 :]))
+
+
 def _late(at: int, *instead: Instruction) -> Schedule:
     return of_rank((*LATE[:at], *instead, *LATE[at + 1 :]), Phase.FORWARD)
 
 
 BROKEN_RANKS = {
+    "what is to be kept is not": (
+        lambda: _keeping(7),
+        "all of 'w' is out of date, and the call does not keep it",
+    ),
+    "another weight is kept": (
+        lambda: keeping(
+            (
+                *KEEPING[:7],
+                *KEEPING[8:10],
+                computed(7, 3, out=(8,), ticket=7),
+                kept(NEXT, 6, "v", 7),
+                KEEPING[11],
+            )
+        ),
+        "'v' is kept for later calls, and is not what ranks have gathered of it",
+    ),
+    "a share is kept": (
+        lambda: _keeping(7, replace(kept(WIDE, 6, "w", 5), nbytes=512, offset=512)),
+        "of 'w' only a part is kept for later calls",
+    ),
+    "a weight is kept before it is whole": (
+        lambda: keeping((*KEEPING[:5], kept(WIDE, 6, "w", 2), *KEEPING[5:7], *KEEPING[8:])),
+        "'w' is read from its slot before its fetch is over",
+    ),
+    "a weight is read where it rests before it is kept": (
+        lambda: _keeping(5, KEEPING[5], Borrow(EntryIndex(1), 0, WHOLE, Register(9), False, "w")),
+        "'w' is read where it rests before it is kept there",
+    ),
+    "a weight is written where all of it rests": (
+        lambda: _keeping(9, KEEPING[9], Borrow(EntryIndex(1), 0, WHOLE, Register(9), True, "w")),
+        "'w' is written where all of it rests, on this rank alone",
+    ),
     "a gather that does not wait for the late update": (
         lambda: _late(6, gather(WIDE, 5, 0, "w", 0, 1)),
         "the gather of 'w' does not wait for the compute that reads 'w' in the same bytes",

@@ -117,9 +117,11 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
     return found
 
 
-def trained_eagerly(optimizer: str = "adamw", clip: float = 0.0, **kinds: Any) -> dict[str, str]:
+def trained_eagerly(
+    optimizer: str = "adamw", clip: float = 0.0, steps: int = STEPS, **kinds: Any
+) -> dict[str, str]:
     """What stock PyTorch makes of all batches, in one process."""
     model = words(**kinds)
     made = optimizer_named(optimizer)(model.parameters())
-    train(model, model, made, 0, 1, clip)
+    train(model, model, made, 0, 1, clip, range(steps))
     return state_of(model, made)

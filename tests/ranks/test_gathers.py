@@ -95,6 +95,13 @@ def test_how_long_ranks_wait_is_written_as_one_says_it(given_, seconds):
         ({"rank_timeout": True}, r"rank_timeout=True cannot be used: True is not a time"),
         ({"reduction": "fast"}, r"reduction='fast' is not there yet"),
         ({"mesh": "world"}, r"mesh='world' cannot be used: give a DeviceMesh"),
+        ({"stage": 0}, r"stage=0 is not one of auto, 1, 2, 3"),
+        ({"stage": True}, r"stage=True is not one of auto, 1, 2, 3"),
+        ({"stage": "2"}, r"stage='2' is not one of auto, 1, 2, 3"),
+        ({"stage": 1}, r"stage=1 is not there: .* rounds otherwise than reduction='ordered' does"),
+        ({"stage": 2, "mesh": False}, r"stage=2 is of ranks that train one model, and mesh=False"),
+        ({"stage": 2, "residency": False}, r"needs steps that are planned, and with residency=Fal"),
+        ({"stage": 2, "durable": True, "disk": "."}, r"planned, and with durable=True those of"),
     ],
 )
 def test_what_cannot_be_asked_of_ranks_says_why(fields, says):

@@ -7,12 +7,12 @@ first collective, lets through must end with the same bytes, whatever the ranks'
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-from broken_ranks import BACKWARD, BUCKETED, LATE
+from broken_ranks import BACKWARD, BUCKETED, KEEPING, LATE, keeping
 from broken_ranks import of_rank as in_phase
 from races import recounted
 
@@ -34,7 +34,6 @@ from zcompile.ir.schedule import (
 from zcompile.ir.types import Phase
 from zcompile.verify.schedule import verify_schedule
 
-BACK = Phase.BACKWARD
 KINDS = (Agree, Gather, Exchange | ExchangeBucket)
 """Of collectives; those of each kind are carried out one after the other."""
 SPEEDS = 12
@@ -59,6 +58,8 @@ class Rank:
     """Address -> what is read there: a share, or a whole."""
     lies: dict[int, int] = field(default_factory=dict)
     """Register -> the address that it lies at."""
+    memory: dict[int, str] = field(default_factory=dict)
+    """Address -> what lies there, also once it was given back."""
     bucket: list[str] = field(default_factory=list)
     values: dict[int, str] = field(default_factory=dict)
     result: list[str] = field(default_factory=list)
@@ -109,12 +110,15 @@ class Rank:
         match x:
             case Fetch():
                 self.slots[x.slot.address] = self.shares[x.slot.address] = f"share of {x.name}"
+                self.memory[x.slot.address] = f"share of {x.name}"
             case Store():
-                self.result.append(f"{x.name} becomes {self.shares.get(x.slot.address)}")
+                lies = self.shares if x.offset else self.memory
+                self.result.append(f"{x.name} becomes {lies.get(x.slot.address)}")
             case ExchangeBucket():
                 self.result.append(f"bucket of {' '.join(brought)}")
             case Gather():
-                self.slots[x.slot.address] = f"whole of {' '.join(brought)}"
+                self.memory[x.slot.address] = f"whole of {' '.join(brought)}"
+                self.slots[x.slot.address] = self.memory[x.slot.address]
             case Exchange():
                 self.values[x.register] = f"parts of {' '.join(brought)}"
             case Reduce():
@@ -171,9 +175,10 @@ def acted(ranks: list[Rank], act: tuple[object, ...]) -> bool:
     raise AssertionError(act)
 
 
-def mutants(rows: tuple[object, ...], phase: Phase) -> Iterator[tuple[str, Schedule]]:
+def mutants(
+    rows: tuple[object, ...], of_rank: Callable[[tuple[object, ...]], Schedule]
+) -> Iterator[tuple[str, Schedule]]:
     """Every swap of two instructions, every instruction left out, every ticket not waited for."""
-    of_rank = partial(in_phase, phase=phase)
     for a in range(len(rows)):
         yield f"without {a}", of_rank((*rows[:a], *rows[a + 1 :]))
         for b in range(a + 1, len(rows)):
@@ -206,16 +211,21 @@ def is_let_through(mutant: Schedule, sound: Schedule) -> bool:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("rows", "phase", "least"),
-    [(BACKWARD, BACK, 60), (BUCKETED, BACK, 15), (LATE, Phase.FORWARD, 60)],
-    ids=["gathers and exchanges", "a bucket", "late updates of shares"],
+    ("rows", "make", "least"),
+    [
+        (BACKWARD, in_phase, 60),
+        (BUCKETED, in_phase, 15),
+        (LATE, partial(in_phase, phase=Phase.FORWARD), 60),
+        (KEEPING, keeping, 40),
+    ],
+    ids=["gathers and exchanges", "a bucket", "late updates of shares", "kept for later calls"],
 )
-def test_what_hangs_or_mixes_is_refused(ranks, rows, phase, least):
-    sound = in_phase(rows, phase)
+def test_what_hangs_or_mixes_is_refused(ranks, rows, make, least):
+    sound = make(rows)
     expected = walked([sound] * ranks, random.Random(0))
     assert expected != "hangs"
     through, refused, seen = 0, 0, 0
-    for name, mutant in mutants(rows, phase):
+    for name, mutant in mutants(rows, make):
         bad = [
             found
             for seed in range(SPEEDS)

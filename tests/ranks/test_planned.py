@@ -16,7 +16,8 @@ from zcompile.planner import late_step, step_plan
 
 STEPS = 6
 """Two are seen, the third is planned, and then some go by the plan."""
-ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
+ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "stage": 3}
+"""What ranks keep whole stands in `test_stages.py`."""
 TIGHT = {1: "900KiB", 2: "640KiB", 4: "560KiB"}
 """Device memory beside which most of what a rank holds streams; activations take 300 KiB of it."""
 SLOW = {"h2d": "50MB/s", "d2h": "50MB/s"}

@@ -242,6 +242,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the machine",
     )
     parser.add_argument(
+        "--stage",
+        choices=("auto", "2", "3"),
+        default="auto",
+        help="of ZeRO over several ranks: 3, weights are gathered for every use; 2, all of each "
+        "rests on every rank; auto (default), whatever is faster for each",
+    )
+    parser.add_argument(
         "--sweep",
         metavar="TIER=FROM..TO[:STEPS]",
         help="the step for sizes of a tier, as device=8GiB..80GiB:10",
@@ -289,7 +296,8 @@ def _walked(args: argparse.Namespace) -> Answer:
     from zcompile.frontend.dry_run import plan  # torch takes seconds; usage errors do without
     from zcompile.planner.report import note_of_ranks
 
-    terms = plan.terms_of(Config(**_budgets(args)), args.machine)
+    stage = args.stage if args.stage == "auto" else int(args.stage)
+    terms = plan.terms_of(Config(**_budgets(args), stage=stage), args.machine)
     if args.ranks is not None:
         terms = terms.on(with_ranks(terms.machine, args.ranks))
     if args.disk_bytes is not None:

@@ -34,7 +34,7 @@ from zcompile.frontend.movable import (
     wrapper_of,
 )
 from zcompile.frontend.owners import open_owned
-from zcompile.frontend.ranks import agree_on, config_of_rank, open_fabric
+from zcompile.frontend.ranks import agree_on, check_stage, config_of_rank, open_fabric
 from zcompile.frontend.replan import StepController
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.ir.handles import REBUILD_ADVICE, disown
@@ -186,6 +186,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         nbytes = sum(nbytes for nbytes, _ in sizes)
         if session.fabric is not None:
             agree_on_parameters(session.fabric, plain)
+            once = [(name, p) for name, p in plain if id(p) not in first]
+            check_stage(session.config, once, session.device_budget, session.fabric)
         with working("offloading the model", nbytes, show_size) as work:
             for name, param in plain:
                 deliver_interrupts()

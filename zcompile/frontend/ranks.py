@@ -6,16 +6,19 @@ parameter is a share (`ir/partition.py`); what crosses between them goes through
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zcompile.config import Config, is_mesh
-from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, more_device_memory
+from zcompile.ir.partition import partition_of
+from zcompile.ir.types import Layout
 from zcompile.ir.version import VERSION
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
@@ -25,8 +28,18 @@ from zcompile.runtime.ranks.fabric import Fabric
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
 processes. SLURM's is not among them: it says the same to a script that runs once."""
-ALIKE = ("activations", "regions", "max_lead", "reduction", "machine", "device", "durable")
-"""Fields of a config that decide what crosses between ranks."""
+ALIKE = (
+    "activations",
+    "regions",
+    "max_lead",
+    "reduction",
+    "machine",
+    "device",
+    "durable",
+    "stage",
+    "may_keep_wholes",
+)
+"""Of a config, what decides what crosses between ranks."""
 
 
 def open_fabric(config: Config) -> Fabric | None:
@@ -35,9 +48,14 @@ def open_fabric(config: Config) -> Fabric | None:
     Under torchrun, the process group is made here unless the script has made it.
     raises  ConfigInvalid, Unsupported, RanksDiffer, RankFailed
     """
-    if config.mesh is False:
-        return None
-    if not is_mesh(config.mesh) and not _several():
+    if config.mesh is False or not (is_mesh(config.mesh) or _several()):
+        if config.stage != "auto":
+            raise ConfigInvalid(
+                "stage",
+                config.stage,
+                "is of several ranks that train one model, and this process trains alone; leave it "
+                "out, or start the ranks with torchrun",
+            )
         return None
     if not dist.is_initialized() and dist.is_available() and dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
@@ -127,6 +145,34 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
     text = ", ".join(f"{name}={value}" for name, value in rows.items())
     fabric.agree("offload a model", text, text=text)
+
+
+def check_stage(
+    config: Config, params: Iterable[tuple[str, Tensor]], device_bytes: int, fabric: Fabric
+) -> None:
+    """Check that the device could hold all of each parameter, where that is asked for.
+
+    raises  BudgetExceeded
+    """
+    if config.stage != 2:
+        return
+    wholes = []
+    for name, param in params:
+        layout = Layout.of(param)
+        part = partition_of(layout, fabric.rank, fabric.size)
+        if part is not None:
+            wholes.append((name, part.padded * layout.dtype.itemsize))
+    needed = sum(nbytes for _, nbytes in wholes)
+    if needed > device_bytes:
+        raise BudgetExceeded(
+            "device",
+            device_bytes,
+            needed,
+            "a model whose parameters are kept whole on every rank (stage=2)",
+            wholes,
+            f"{more_device_memory(needed)}, or stage='auto', which keeps what there is room for, "
+            "or stage=3",
+        )
 
 
 def refuse_ranks(mesh: Any, fabric: Fabric | None) -> None:

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported
+from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported, ZinfError
 from zcompile.frontend.gc_pause import gc_paused
+from zcompile.frontend.kept_wholes import KeptWholes
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.frontend.session_plan import (
     costs_of,
@@ -37,6 +38,7 @@ from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
+from zcompile.planner.whole_step import NO_WHOLES
 from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
@@ -90,6 +92,8 @@ class Event(Enum):
     """The same, for the last time."""
     GRADIENTS_IN_THE_WAY = auto()
     """Step after step, gradients that stayed had to go home."""
+    OTHERS_KEEP_OTHERWISE = auto()
+    """Another rank keeps other parameters whole than this one does."""
     UPDATES_IN_THE_WAY = auto()
     """Step after step, late updates were asked for before the next forward."""
     ARENA_RESIZES = auto()
@@ -128,8 +132,11 @@ class StepController(Rescheduling):
         """Whether updates may be late."""
         self._may_be_narrow = True
         """Whether low-precision copies may be kept."""
+        self._wholes = KeptWholes(session, self)
         self._narrow_serials: frozenset[int] = frozenset()
         """Of the schedules that read such copies."""
+        self._holds_wholes = False
+        """Whether the plan in force keeps parameters whole."""
         self._evicted_in, self._may_stay = -1, session.fabric is None
         """The last step in which gradients that stayed had to go home; whether any may stay, which
         ranks exchange instead."""
@@ -158,6 +165,8 @@ class StepController(Rescheduling):
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
         self._last = step
+        if self.plan is not None and self._wholes.step_ended(self.plan):
+            self.handle(Event.OTHERS_KEEP_OTHERWISE)
         known = lasting(step) <= self._base.facts.keys()
         self.handle(Event.SAME_STEP if known else Event.NEW_STEP)
 
@@ -287,6 +296,10 @@ class StepController(Rescheduling):
         self._may_be_late = False
         return True
 
+    def _keep_otherwise(self) -> bool:
+        """From the next plan on what rank 0 keeps whole is kept."""
+        return True
+
     # Plans.
 
     def _try(self) -> StepPlan | None:
@@ -294,8 +307,16 @@ class StepController(Rescheduling):
         try:
             return self.planned(self._base)
         except (BudgetExceeded, Unsupported, DiskUnusable) as error:
+            if self._wholes.is_forced:  # to go on would not be what was asked for
+                raise self._told(error) from None
             log.warning("a whole step could not be planned, so entries stay: %s", error)
             return None
+
+    def _told(self, error: ZinfError) -> ZinfError:
+        """The error, of which the other ranks were told."""
+        if self.session.fabric is not None:
+            self.session.fabric.failed_here(error)
+        return error
 
     def prediction(self) -> dict[str, Any] | None:
         """Times of a step under the plan, at costs of a few steps ago at most, with bound and
@@ -332,7 +353,9 @@ class StepController(Rescheduling):
             ref for ref in entries if ref.is_gradient and _is_kept(entries[ref], self.session.late)
         )
         kept = frozenset(alive if self._may_stay else step.facts)
-        with gc_paused():
+        wholes = self._wholes.wanted(step)
+
+        def plan(wholes: frozenset[EntryRef] | None) -> StepPlan:
             return plan_of(
                 self.session,
                 step,
@@ -341,7 +364,17 @@ class StepController(Rescheduling):
                 kept,
                 self._may_be_late,
                 self._may_be_narrow,
+                wholes,
             )
+
+        with gc_paused():
+            try:
+                return plan(wholes)
+            except BudgetExceeded:
+                if not wholes or self._wholes.is_forced:
+                    raise
+                self._wholes.no_room()
+                return plan(NO_WHOLES)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -388,34 +421,48 @@ class StepController(Rescheduling):
         tell(log, text + (f"; {lost} entries found no room where they should rest" if lost else ""))
 
     def _make_room_for_copies(self, plan: StepPlan) -> dict[EntryRef, str] | None:
-        """Make blank low-precision copies where the plan wants them; the first call that reads them
-        makes their values. Returns where they rest; None, if there is no room: none is kept."""
+        """Make blank copies where the plan wants them, in low precision or of the shares of all
+        ranks; the first call that reads them makes their values.
+
+        Returns where they rest; None, if there is no room: none is kept.
+        """
         session = self.session
         entries = {entry.ref: entry for entry in session.entries()}
         made: dict[EntryRef, str] = {}
         try:
+            for ref in plan.wholes:
+                fact, entry = plan.step.facts[ref.copy], entries[ref]
+                whole = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
+                entry.keep_whole(whole)
+                if not whole.on_device:
+                    raise TierFull(fact.name, fact.nbytes, [session.homes.device.usage()])
+                made[ref.copy] = whole.home
             for ref, dtype in copied(plan).items():
                 fact, entry = plan.step.facts[ref], entries[ref.owner]
                 copy = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
                 entry.keep_copy(dtype, copy)
                 made[ref] = copy.home
         except TierFull as error:
-            log.info("no low-precision copies of weights are kept: %s", error)
+            log.info("no copies of weights are kept: %s", error)
             self._drop_copies()
+            if self._wholes.is_forced:
+                raise self._told(error) from None
             self._may_be_narrow = False
+            self._wholes.no_room()
             return None
+        self._holds_wholes = bool(plan.wholes)
         return made
 
     def _drop_copies_of_plan(self) -> None:
-        """Keep none of the low-precision copies of the plan that was in force."""
-        if self._narrow_serials:
+        """Keep none of the copies of the plan that was in force."""
+        if self._narrow_serials or self._holds_wholes:
             self._drop_copies()
-            self._narrow_serials = frozenset()
+            self._narrow_serials, self._holds_wholes = frozenset(), False
 
     def _drop_copies(self) -> None:
-        """Keep no low-precision copies any more."""
+        """Keep no copies any more."""
         for entry in self.session.entries():
-            if entry.copies:
+            if entry.copies or entry.whole is not None:
                 self.session.drop_copies(entry)
         self.session.enter("the model")  # which frees them
 
@@ -446,7 +493,9 @@ class StepController(Rescheduling):
 
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """`schedule`, or the one that reads low-precision copies in its place, if the plan keeps
-        one of each that it reads."""
+        one of each that it reads; of several ranks, the one that reads what all of them keep."""
+        if self._wholes.may_be:
+            return self._wholes.agreed(schedule, entries)
         plan = self.plan
         if plan is None or not plan.reads or schedule.phase is Phase.STEP:
             return schedule
@@ -470,6 +519,7 @@ def copied(plan: StepPlan) -> dict[EntryRef, torch.dtype]:
         call.entries[len(call.schedule.handles) + n]: copy.cast.copy_dtype
         for call in plan.step.calls
         for n, copy in enumerate(call.schedule.copies)
+        if not copy.whole
     }
 
 
@@ -494,6 +544,8 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
         told.append(f"{show_size(plan.staying_bytes)} of gradients stay where they are made")
     if plan.reads:
         told.append(f"{len(plan.copies)} weights travel as copies in the dtype they are read in")
+    if plan.wholes:
+        told.append(f"all of {len(plan.wholes)} parameters rests on every rank")
     if plan.late:
         told.append(f"{len(plan.late)} parameters are updated in the next forward")
     binding = plan.placement.binding
@@ -531,6 +583,7 @@ _plan, _review = StepController._plan_anew, StepController._review
 _withdraw, _start_over = StepController.withdraw, StepController._start_over
 _let_none_stay = StepController._let_none_stay
 _let_none_be_late = StepController._let_none_be_late
+_keep_otherwise = StepController._keep_otherwise
 
 TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
     (state, event): Transition(action, then, otherwise)
@@ -541,6 +594,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OBSERVING, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OBSERVING, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OBSERVING, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
+        (OBSERVING, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OBSERVING, OBSERVING),
         (OBSERVING, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OBSERVING, OBSERVING),
         (OBSERVING, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (PLANNED, Event.SAME_STEP, _review, PLANNED, PLANNED),
@@ -548,6 +602,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (PLANNED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (PLANNED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (PLANNED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
+        (PLANNED, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OUTDATED, OUTDATED),
         (PLANNED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (PLANNED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (OUTDATED, Event.SAME_STEP, _plan, PLANNED, PLANNED),
@@ -555,12 +610,14 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OUTDATED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OUTDATED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OUTDATED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
+        (OUTDATED, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OUTDATED, OUTDATED),
         (OUTDATED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (OUTDATED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.NEW_STEP, _plan, PLANNED, WITHDRAWN),
         (WITHDRAWN, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
+        (WITHDRAWN, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.UPDATES_IN_THE_WAY, _let_none_be_late, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
     )

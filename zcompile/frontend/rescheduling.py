@@ -112,6 +112,18 @@ class Rescheduling:
                 raise refusal(session, schedule, error) from error
             return self.fit(schedule, entries)  # which the arena may be too small for as it is
 
+    def too_large(self, schedule: Schedule, entries: Sequence[Entry]) -> BudgetExceeded | None:
+        """Why the arena has no room for a call of these entries, where they rest now; None: it has.
+
+        No update joins the call.
+        """
+        rows = (EntryIndex(n) for n, entry in enumerate(entries) if entry.place.tier.on_device)
+        try:
+            self._refitted(schedule, entries, frozenset(rows), frozenset())
+        except BudgetExceeded as error:
+            return error.with_traceback(None)
+        return None
+
     def _refitted(
         self,
         schedule: Schedule,
@@ -155,7 +167,7 @@ class Rescheduling:
         self._arranged.clear()
 
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-        """`schedule`, or the one that reads low-precision copies of these entries in its place."""
+        """`schedule`, or the one that reads copies of these entries in its place."""
         return schedule
 
     def staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:

@@ -3,7 +3,7 @@
 Nothing here changes the session: a plan is put into force by `frontend/replan.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,11 @@ from zcompile.planner.step_plan import (
     plan_late_or_not,
     plan_narrow_or_not,
     plan_step,
+    plan_whole_or_not,
+    plan_with_wholes,
     stay_and_scratch,
 )
+from zcompile.planner.whole_step import NO_WHOLES, gathered_in, with_wholes
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import Fabric
@@ -69,8 +72,11 @@ def plan_of(
     kept: frozenset[EntryRef],
     may_be_late: bool = True,
     may_be_narrow: bool = True,
+    wholes: Set[EntryRef] | None = NO_WHOLES,
 ) -> StepPlan:
     """The plan for a step like this one.
+
+    wholes        parameters of which all is to rest on the device; None: the plan chooses them
 
     least_window  bytes of the arena to leave free
     kept          gradients that are not gone when the next forward begins, so that none of them may
@@ -98,18 +104,21 @@ def plan_of(
                 step, machine, room, arena, compute, seconds, stay=stay, wanted=windows
             )
 
+        def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
+            return planned(step, kept, windows)
+
+        if wholes:
+            return plan_with_wholes(step, not_late, frozenset(wholes))
         if may_be_late:
             link = machine.links.get("disk_write") if session.commit_log is not None else None
             rate = None if link is None else link.bytes_per_s
             plan = plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window, rate)
         else:
             plan = planned(step, kept, None)
+        if wholes is None:
+            return plan_whole_or_not(step, plan, not_late, arena_bytes - window)
         if not may_be_narrow:
             return plan
-
-        def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
-            return planned(step, kept, windows)
-
         return plan_narrow_or_not(step, plan, not_late, session.reading_copies, room)
 
 
@@ -121,8 +130,10 @@ def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
 
 
 def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:
-    """A step as it was recorded, and with low-precision copies, if it may have any: no plan of
-    either is shorter than the bound of that."""
+    """A step as it was recorded, and with copies, if it may have any, in low precision or of the
+    shares of all ranks: no plan of any of them is shorter than the bound of that."""
+    if session.fabric is not None and session.config.may_keep_wholes:
+        return [base, with_wholes(base, {row.ref for row in gathered_in(base)})]
     narrow = with_copies(base, session.reading_copies)
     return [base] if narrow is None else [base, narrow.step]
 
@@ -161,7 +172,7 @@ def shadows_of(
 ) -> tuple[Shadow, ...]:
     """What one more GiB of device and host would save of a step, under a plan made for `base`."""
     now_s = step_seconds(plan.step, costs, plan.placement.homes, COMPARED)
-    base, plan = as_read(base, plan), replace(plan, reads=NOTHING_NARROW)
+    base, plan = as_read(base, plan), replace(plan, reads=NOTHING_NARROW, wholes=NO_WHOLES)
     room, demand = room_of(session, base), demand_here(session, base, costs)
     least = bound(demand, costs.machine.links, room)
     fresh = replace(plan, seconds=now_s)

@@ -6,7 +6,9 @@ from typing import Any
 from torch import nn
 
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import show_seconds, show_size
+from zcompile.runtime.session import Session
 
 
 class Stats(dict[str, Any]):
@@ -64,6 +66,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
                   and what was `refused` and why: it is run eagerly. None with eager regions
     fabric        only where several ranks train the model: `rank` of `ranks`, `bytes` that this one
                   has sent (`gather`, `exchange`, `agree`), and `seconds` that those took
+    plan          only there: `stage` of ZeRO that is in force, 2 or 3; `gathered`: parameters of
+                  which ranks hold shares, and `whole`: those of them that are kept whole on the
+                  device of every rank, which take `whole_bytes`
     steps, graphs, regions, distinct_regions, gathers   counts
     raises  Unsupported, if the model was not offloaded
     """
@@ -78,6 +83,22 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     measured["predicted"] = session.controller.prediction()
     if session.fabric is not None:
         measured["fabric"] = session.fabric.totals(reset)
+        measured["plan"] = _stage(session)
     if reset:
         session.meter.reset()
     return measured
+
+
+def _stage(session: Session) -> dict[str, Any]:
+    """Which parameters that ranks hold shares of are whole on this one.
+
+    Between the stages, where some are, it is the third.
+    """
+    shared = [e for e in session.entries() if e.kind is EntryKind.PARAM and e.partition]
+    wholes = [entry.whole[0] for entry in shared if entry.whole is not None]
+    return {
+        "stage": 2 if shared and len(wholes) == len(shared) else 3,
+        "gathered": len(shared),
+        "whole": len(wholes),
+        "whole_bytes": sum(whole.nbytes for whole in wholes),
+    }

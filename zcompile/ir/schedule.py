@@ -44,15 +44,20 @@ class Cast:
 
 
 class CopyRead(NamedTuple):
-    """A low-precision copy among the entries of a call.
+    """A copy among the entries of a call: in another dtype, or of the shares of all ranks.
 
-    entry   the parameter that it was cast from
+    entry   the parameter that it is a copy of
+    cast    the same dtype twice, if it is of all shares
     nbytes  of the copy
+    whole   it is of the shares of all ranks
+    made    it is out of date, and the call makes it of what it gathers
     """
 
     entry: EntryIndex
     cast: Cast
     nbytes: int
+    whole: bool = False
+    made: bool = False
 
 
 @dataclass(frozen=True)
@@ -542,7 +547,8 @@ class Schedule:
     scratch_at   address, beyond the arena, from which on the slots lie; 0, if they lie in the arena
     operands     registers that hold the plain operands of late updates (`ir/late_updates.py`)
     copies       entries of a call that follow those of its handles: low-precision copies of these
-                 (`passes/narrow_params.py`)
+                 (`passes/narrow_params.py`), or copies of the shares of all ranks
+                 (`passes/keep_wholes.py`)
     traced_work  work of the phase as it was traced: without what passes recompute, or cut; None, if
                  it was not traced
     program      what it was lowered from, so that it can be arranged anew; None for a step
@@ -770,6 +776,8 @@ class ReadValue(NamedTuple):
     gather       number of the region before which the gather of the others starts
     reader       first region that reads all bytes, where a late update reads the share before;
                  None: `first`
+    kept_in      the entry in which all bytes are kept for later calls, once they are gathered;
+                 None: they are not
     """
 
     entry: EntryIndex
@@ -790,6 +798,7 @@ class ReadValue(NamedTuple):
     share: Share | None = None
     gather: int = 0
     reader: int | None = None
+    kept_in: EntryIndex | None = None
 
     @property
     def read_whole(self) -> int:

@@ -22,6 +22,7 @@ class EntryFact:
     ref     names the same entry in every call
     nbytes  of the whole entry
     home    tier it rested on: "device", "held", "host" or "disk"
+    pinned  it rests on the device, whatever is planned
     """
 
     ref: EntryRef
@@ -29,6 +30,7 @@ class EntryFact:
     kind: EntryKind
     nbytes: int
     home: str
+    pinned: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ the schedule for it: resident values are read in place, and the fetches that are
 as the arena's window allows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
@@ -23,6 +23,7 @@ from zcompile.ir.types import HELD, ON_DEVICE, EntryRef, Phase
 from zcompile.memory.allocator import Block, live_peak
 from zcompile.passes.allocate_arena import allocate_arena
 from zcompile.passes.join_regions import join_regions
+from zcompile.passes.keep_wholes import keep_wholes
 from zcompile.passes.late_updates import with_late_updates
 from zcompile.passes.lower import lower
 from zcompile.passes.schedule_prefetch import schedule_prefetch
@@ -120,6 +121,23 @@ def apply_placement(
     return replace(program, departures=departures).with_values(
         v._replace(in_place=in_place(v), start=v.first, gather=v.read_whole, slot=None)
         for v in program.values
+    )
+
+
+def keeping_wholes(schedule: Schedule, kept: Set[EntryIndex], made: Set[EntryIndex]) -> Schedule:
+    """The schedule of calls for which all of the entries `kept` rests on the device, of what ranks
+    hold shares of. It is as if there were room for everything, and still to be arranged.
+
+    made  of `kept`, those that were written since they were gathered
+    """
+    assert schedule.program is not None, "of a graph"
+    program, own = keep_wholes(schedule.program, kept, made), len(schedule.handles)
+    resting = frozenset(EntryIndex(own + n) for n in range(len(program.outline.copies)))
+    return replace(
+        arrange(program, None, 0, resting),
+        holds=schedule.holds,
+        budget_bytes=schedule.budget_bytes,
+        program=program,
     )
 
 

@@ -53,6 +53,9 @@ def lower(program: RegionProgram) -> Schedule:
     Gradients of small entries, which every rank has whole, are put into one bucket, and exchanged
     when the call ends.
 
+    What is gathered may be kept for later calls, which read it where it rests: it is stored there
+    before its slot is given back.
+
     A late update of a share is computed before it is gathered:
 
     a: a share of [0, 2K), updated by 0,          agree; fetch a -> [0, 2K)
@@ -154,6 +157,8 @@ class _Lowering:
                 slot = _slot_of(value)
                 if value.writes and value.share is None:
                     self._store(value, slot, n)
+                if value.kept_in is not None:
+                    self._keep(value, slot, n)
                 rows.append(Free(slot, value.register, value.name))
                 self._read.put(slot.address, slot.end, n)
                 self._taken_bytes -= slot.nbytes
@@ -231,6 +236,13 @@ class _Lowering:
         self._rows.append(
             Store(value.entry, value.begin, nbytes, slot, ticket, after, value.name, offset)
         )
+        self._stored.put(slot.address, slot.end, ticket)
+
+    def _keep(self, value: ReadValue, slot: Slot, region: int) -> None:
+        """Keep what was gathered for later calls, once its last reader is done with it."""
+        assert value.kept_in is not None, "it is kept"
+        ticket, after = self._ticket(), (self._mark(region),)
+        self._rows.append(Store(value.kept_in, 0, value.nbytes, slot, ticket, after, value.name))
         self._stored.put(slot.address, slot.end, ticket)
 
     def _depart(self, n: int) -> None:

@@ -181,7 +181,7 @@ def _alike(
     groups: dict[object, tuple[int, bool, list[_Use]]] = {}
     for key in dict.fromkeys(k for reads, writes in found for k in (*reads, *writes)):
         plain = [_Use(reads.get(key, 0), writes.get(key, 0)) for reads, writes in found]
-        is_gradient, is_copy = key[0].is_gradient, key[1] is not None
+        is_gradient, is_copy = key[0].is_gradient, key[1] is not None or key[0].is_copy
         if is_copy or not any(use.read for use in plain):
             continue  # or it is made and used up within a segment
         most = max(max(use.read, use.written) for use in plain)

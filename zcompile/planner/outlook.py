@@ -7,6 +7,7 @@ prints the answer.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from zcompile.errors import ConfigInvalid
 from zcompile.ir.schedule import Run
 from zcompile.ir.step import StepTrace, Timeline
 from zcompile.ir.types import HELD, EntryRef, Phase, aligned
@@ -26,8 +27,11 @@ from zcompile.planner.step_plan import (
     as_planned,
     plan_late_or_not,
     plan_step,
+    plan_whole_or_not,
+    plan_with_wholes,
     stay_and_scratch,
 )
+from zcompile.planner.whole_step import gathered_in, with_wholes
 
 MORE_BYTES = GiB
 """Bytes of a tier whose value a shadow price is."""
@@ -64,6 +68,7 @@ class Terms:
     activations: str = "auto"
     tile_bytes: int | None = None
     regions: str = "auto"
+    stage: str | int = "auto"
 
     def on(self, machine: Machine) -> "Terms":
         """The same terms for another machine, whose host has room for another staging ring."""
@@ -158,9 +163,18 @@ def evaluated(
         return step_seconds(made, costs, homes, COMPARED)
 
     late = with_late_step(step, chunk_bytes)
-    whole = step if late is None else late.step
-    demand = demand_of(whole, costs.region_seconds, together=True, machine=terms.machine)
-    least = bound(demand, terms.machine.links, room)
+    ways = [step if late is None else late.step]
+    several = terms.machine.ranks > 1
+    if not several and terms.stage != "auto":
+        why = "is of several ranks that train one model, and the machine has one"
+        raise ConfigInvalid("stage", terms.stage, why)
+    if several and terms.stage != 3:
+        ways.append(with_wholes(step, {row.ref for row in gathered_in(step)}))
+    demands = [
+        demand_of(way, costs.region_seconds, together=True, machine=terms.machine) for way in ways
+    ]
+    bounds = [(bound(demand, terms.machine.links, room), demand) for demand in demands]
+    least, demand = min(bounds, key=lambda row: row[0].seconds)
 
     def plan(step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None) -> StepPlan:
         stay, scratch = stay_and_scratch(
@@ -174,8 +188,17 @@ def evaluated(
 
     # The plan, near the bound if it can be; then all numbers of it.
     # What ranks exchange does not stay where backward made it.
-    kept = frozenset(step.facts if terms.machine.ranks > 1 else ())
+    kept = frozenset(step.facts if several else ())
     planned = plan_late_or_not(step, plan, kept, room, chunk_bytes, seconds)
+
+    def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
+        return plan(step, kept, windows)
+
+    if several and terms.stage == 2:
+        wanted = frozenset(row.ref for row in gathered_in(step))
+        planned = plan_with_wholes(step, not_late, wanted)
+    elif several and terms.stage != 3:
+        planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
     step, base = as_planned(step, planned), step
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes
@@ -184,7 +207,10 @@ def evaluated(
         plan=planned,
         timeline=simulate(planned.step, costs, homes),
         bound=least,
-        floor=floor(base, demand, costs, terms.machine.links, whole_room(terms)),
+        floor=min(
+            (floor(base, d, costs, terms.machine.links, whole_room(terms)) for d in demands),
+            key=lambda found: found.seconds,
+        ),
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),

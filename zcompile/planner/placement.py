@@ -341,10 +341,12 @@ def place(
     """
     groups = group(step, machine, room, stay)
     room = _spared(room, sum(aligned(step.facts[ref].nbytes) for ref in stay))
+    pinned = [g for g in groups if step.facts[g.refs[0]].pinned]
+    room = _without(room, pinned)
+    groups = [g for g in groups if g not in pinned]
     small, groups = _small(groups, room.nbytes.get("device", 0))
-    taken = sum(len(g.refs) * aligned(g.nbytes) for g in small)
-    nbytes = {**room.nbytes, "device": room.nbytes.get("device", 0) - taken}
-    room = replace(room, nbytes=nbytes)
+    room = _without(room, small)
+    small = [*pinned, *small]
     late = lane_bytes(room.ring_bytes)
     best = fractions(groups, room.nbytes, compute_seconds, machine.links, late) if groups else None
     counts = [{} for _ in groups] if best is None else best.counts
@@ -354,6 +356,12 @@ def place(
     seconds, binding = evaluate((*small, *groups), homes, compute_seconds, machine.links)
     least = best.seconds if best is not None else seconds
     return Placement(homes, seconds, min(least, seconds), binding)
+
+
+def _without(room: Room, groups: Sequence[Group]) -> Room:
+    """`room` without what these take of the device; less than nothing, if they do not fit."""
+    taken = sum(len(g.refs) * aligned(g.nbytes) for g in groups)
+    return replace(room, nbytes={**room.nbytes, "device": room.nbytes.get("device", 0) - taken})
 
 
 def _spared(room: Room, nbytes: int) -> Room:

@@ -121,6 +121,7 @@ class Report:
     scratch_bytes      outside it, for the optimizer's step, while no graph needs them
     staying_bytes      of gradients that stay there from backward to that step
     late_parameters    number of parameters that are updated in the next forward
+    whole_parameters   of which all rests on the device of every rank, not only a share
     one_call_seconds   of the step, if its micro-batches came as one call that runs in slices; None:
                        there is one
     ranks              that the machine has, and which train the model together; one of them is what
@@ -158,6 +159,7 @@ class Report:
     scratch_bytes: int
     staying_bytes: int
     late_parameters: int
+    whole_parameters: int
     one_call_seconds: float | None
 
     @classmethod
@@ -203,6 +205,7 @@ class Report:
             scratch_bytes=found.plan.scratch_bytes,
             staying_bytes=found.plan.staying_bytes,
             late_parameters=len(found.plan.late),
+            whole_parameters=len(found.plan.wholes),
             one_call_seconds=found.one_call_s,
         )
 
@@ -345,6 +348,11 @@ def _memory(report: Report) -> Iterator[str]:
         yield (
             f"{report.late_parameters} parameters are updated in the forward behind the "
             "optimizer's step, which fetches them anyway"
+        )
+    if report.whole_parameters:
+        yield (
+            f"all of {report.whole_parameters} parameters rests on the device of every rank, which "
+            "gather each once a step (stage 2 of ZeRO)"
         )
     if report.scratch_bytes:
         yield (

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir.effects import IN
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.ir.schedule import EntryIndex, Schedule
@@ -25,6 +25,7 @@ from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Placement, Room, place
+from zcompile.planner.whole_step import NO_WHOLES, gathered_in, sets_to_try, with_wholes
 
 LEADS = (1, 2, 4, 8, 16)
 """Runs of lead that the windows tried have room for."""
@@ -76,6 +77,7 @@ class StepPlan:
     seconds    that it will take
     late       parameter whose update is late -> serial of the recorded forward that computes it
     reads      serial of a recorded schedule -> the one that reads low-precision copies in its place
+    wholes     parameters of which all rests on the device, and not only the share of this rank
     """
 
     placement: Placement
@@ -84,10 +86,11 @@ class StepPlan:
     seconds: float
     late: Mapping[EntryRef, int] = field(default_factory=lambda: NOTHING_LATE)
     reads: Mapping[int, Schedule] = field(default_factory=lambda: NOTHING_NARROW)
+    wholes: frozenset[EntryRef] = NO_WHOLES
 
     @property
     def copies(self) -> list[EntryRef]:
-        """The low-precision copies that are kept, as entries."""
+        """The copies that are kept, as entries: in low precision, or of the shares of all ranks."""
         return [ref for ref in self.step.facts if ref.is_copy]
 
     @property
@@ -155,6 +158,7 @@ def plan_step(
             break
         shared = replace(arena, window_bytes=window, depth=DEPTH)
         try:
+            _check_pinned(step, placement, room, window)
             plan = _planned(step, placement, shared, seconds)
         except BudgetExceeded as error:
             if refused is None or window >= refused[0]:
@@ -171,6 +175,24 @@ def plan_step(
         assert refused is not None
         raise refused[1]
     return _simplest((*made, *_refined(step, made, seconds)))
+
+
+def _check_pinned(step: StepTrace, placement: Placement, room: Room, window: int) -> None:
+    """raises  BudgetExceeded, if what is pinned to the device does not fit beside a window"""
+    pinned = [fact for fact in step.facts.values() if fact.pinned]
+    if not pinned:
+        return
+    needed, budget = placement.resident_bytes(step) + window, room.nbytes["device"]
+    if needed > budget:
+        raise BudgetExceeded(
+            "device",
+            budget,
+            needed,
+            "a step whose parameters are kept whole on every rank, with a window to stream through",
+            [(fact.name, fact.nbytes) for fact in pinned],
+            f"{more_device_memory(needed)}, or stage='auto', which keeps what there is room for, "
+            "or stage=3",
+        )
 
 
 LATE_PAYS = 1.01
@@ -289,6 +311,36 @@ def plan_narrow_or_not(
     return plan
 
 
+WHOLES_PAY = 1.01
+"""A plan that keeps all of some parameters must be so many times as fast: they take memory."""
+
+
+def plan_with_wholes(step: StepTrace, planned: Planned, wanted: frozenset[EntryRef]) -> StepPlan:
+    """The plan of a step in which all of `wanted` is kept on the device; no update is late.
+
+    planned  makes a plan
+    raises   BudgetExceeded
+    """
+    return replace(planned(with_wholes(step, wanted), NO_WHOLES, None), wholes=wanted)
+
+
+def plan_whole_or_not(
+    step: StepTrace, plan: StepPlan, planned: Planned, device_bytes: int
+) -> StepPlan:
+    """`plan`, or a faster one that keeps all of some parameters on the device.
+
+    planned       makes a plan, for a step whose updates are not late
+    device_bytes  that there are for entries
+    """
+    best = plan
+    for wanted in sets_to_try(gathered_in(step), device_bytes):
+        with suppress(BudgetExceeded):
+            found = plan_with_wholes(step, planned, wanted)
+            if found.seconds * WHOLES_PAY < best.seconds:
+                best = found
+    return best
+
+
 def _moves_weights(plan: StepPlan) -> bool:
     """Whether weights are brought for forward or backward."""
     return any(
@@ -306,7 +358,9 @@ def _has_room(step: StepTrace, room: Room) -> bool:
 
 
 def as_read(step: StepTrace, plan: StepPlan) -> StepTrace:
-    """A step as it was recorded, with the low-precision copies of the plan."""
+    """A step as it was recorded, with the copies of the plan."""
+    if plan.wholes:
+        return with_wholes(step, plan.wholes)
     narrow = with_copies(step, plan.reads.get) if plan.reads else None
     return step if narrow is None else narrow.step
 
@@ -392,7 +446,7 @@ def at_rest(
     for made, late in ((as_planned(step, plan), plan.late), (step, NOTHING_LATE)):
         with suppress(BudgetExceeded):
             made_plan = _planned(made, placement, shared, seconds)
-            return replace(made_plan, late=late, reads=plan.reads)
+            return replace(made_plan, late=late, reads=plan.reads, wholes=plan.wholes)
     return plan  # the first call that needs more of the arena than is left will get it
 
 

@@ -54,7 +54,13 @@ from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradie
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
 from zcompile.runtime.ranks.fabric import Fabric, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
-from zcompile.runtime.store.resident import MakeCopy, copies_of, refresh_copies, source_of
+from zcompile.runtime.store.resident import (
+    MakeCopy,
+    copies_of,
+    refresh_copies,
+    source_of,
+    wholes_are_made,
+)
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
@@ -70,7 +76,8 @@ class StepPolicy(Protocol):
         """A step was recorded, and the next has not begun."""
 
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
-        """`schedule`, or the one that reads low-precision copies of these entries in its place."""
+        """`schedule`, or the one that reads copies of these entries in its place: in low precision,
+        or of the shares of all ranks."""
 
     def fit(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """The schedule for these very entries, where they rest now; of a forward, with the late
@@ -367,9 +374,11 @@ class Executor:
             self._walker = threading.get_ident()
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement, tuple(e.home for e in entries))
+            wholes_are_made(schedule, entries, over=False)
             walk = _Call(self, schedule, values, entries, leaves, progress, joining)
             with uncollected(), self._computing(joining, progress):
                 walk.run(others)
+            wholes_are_made(schedule, entries, over=True)
         finally:
             self._walker = None
             self._busy.release()

@@ -10,7 +10,8 @@ Ranks do not deadlock if each collective waits for what comes before it in a sch
 ranks start those of one kind in the same order. The first is read off the tickets: none is waited
 for that was not given out, and collectives of a kind are carried out in the order of the list. The
 second is agreed on in each call before the first of them: no collective of any kind comes before
-that. Gathers stand in the order of their first readers, which is up to the graph alone.
+that. Gathers stand in the order of their first readers, which is up to the graph alone. What is
+kept of them for later calls is what was gathered, and all of it.
 
 What the runtime promises beyond the list:
 
@@ -37,6 +38,7 @@ from zcompile.ir.effects import COMPUTE, FABRIC, IN, OUT, Effects, HomeAccess
 from zcompile.ir.handover import Handover
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
+    CopyRead,
     EntryIndex,
     Literal,
     Piece,
@@ -170,6 +172,11 @@ class Walk:
         """Of all ranks on what the call is."""
         self.unread: list[SlotUse] = []
         """What was gathered and is still to be read, in order."""
+        own = len(schedule.handles)
+        wholes = [(own + n, copy) for n, copy in enumerate(schedule.copies) if copy.whole]
+        self.keeping = {EntryIndex(at): copy for at, copy in wholes if copy.made}
+        """Entries in which what is gathered is still to be kept."""
+        self.wholes = frozenset(EntryIndex(at) for at, _ in wholes)
         self.last_collective: dict[str, Transfer] = {}
         """The collective of each kind that was started last."""
 
@@ -331,6 +338,9 @@ class Proof:
             raise walk.fail(f"{use.name!r} is never given back")
         for exchanged, _ in walk.parts.values():
             raise walk.fail(f"the exchanged gradient of {exchanged.name!r} never goes home")
+        for copy in walk.keeping.values():
+            name = walk.schedule.names.get(copy.entry)
+            raise walk.fail(f"all of {name!r} is out of date, and the call does not keep it")
         if walk.bucket:
             raise walk.fail(f"{len(walk.bucket)} gradients stay in the bucket: they never go home")
         for leaves in walk.leaving.values():
@@ -475,6 +485,8 @@ class Proof:
             return
         if span is not None and not self._homes.store(span, use, use.touched, self.now):
             raise walk.fail(f"{x.name!r} goes home after later compute read it from there")
+        if x.home is not None and (kept := walk.keeping.pop(x.home.entry, None)) is not None:
+            _is_all_of(walk, x, use, kept)
         use.stores.append(act)
 
     def _give_back(self, walk: Walk, x: Effects) -> None:
@@ -514,6 +526,10 @@ class Proof:
 
     def _borrow(self, walk: Walk, x: Effects, span: Span) -> None:
         """Let registers lie over bytes of an entry where they rest."""
+        if x.home is not None and x.home.entry in walk.wholes and x.writes_home:
+            raise walk.fail(f"{x.name!r} is written where all of it rests, on this rank alone")
+        if x.home is not None and x.home.entry in walk.keeping:
+            raise walk.fail(f"{x.name!r} is read where it rests before it is kept there")
         if span in walk.torn:
             raise walk.fail(f"{x.name!r} is computed with where it rests, and moved as well")
         for register in x.defines:
@@ -577,6 +593,18 @@ def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:
             raise walk.fail("the bucket leaves before what is in it was computed")
     walk.last_collective[x.kind] = act
     return act
+
+
+def _is_all_of(walk: Walk, x: Effects, use: SlotUse, kept: CopyRead) -> None:
+    """Check that what is kept for later calls is what all ranks have brought, and all of it."""
+    assert x.home is not None
+    of = None if use.taker.home is None else use.taker.home.entry
+    if not use.gathered or of != kept.entry:
+        raise walk.fail(
+            f"{x.name!r} is kept for later calls, and is not what ranks have gathered of it"
+        )
+    if (x.home.begin, x.home.end, x.slot_begin) != (0, kept.nbytes, 0):
+        raise walk.fail(f"of {x.name!r} only a part is kept for later calls")
 
 
 def _parts_leave(walk: Walk, x: Effects, act: Transfer) -> None:

@@ -203,6 +203,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         config.activations,
         None if config.tile_bytes is None else int(config.tile_bytes),
         config.regions,
+        config.stage,
     )
     return terms.on(found)
 

@@ -15,11 +15,11 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from zcompile.ir.schedule import Borrow, Cast, Fetch, Schedule
+from zcompile.ir.schedule import Borrow, Cast, CopyRead, Fetch, Schedule
 from zcompile.ir.types import Layout
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.store.sources import check_sources
-from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.store.store import NEVER, Entry, Store
 from zcompile.runtime.tiers.base import Extent
 from zcompile.runtime.transfer.ticket import Ready, Ticket
 
@@ -166,7 +166,8 @@ def refresh_copies(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy)
     """
     for copy in schedule.copies:
         entries[copy.entry].settle()  # a late update of it would be of no call that reads copies
-    for index, wanted in (*schedule.casts, *((c.entry, c.cast) for c in schedule.copies)):
+    cast = ((c.entry, c.cast) for c in schedule.copies if not c.whole)
+    for index, wanted in (*schedule.casts, *cast):
         entry = entries[index]
         check_sources(entry)
         if not is_fresh(entry, wanted):
@@ -175,4 +176,19 @@ def refresh_copies(schedule: Schedule, entries: Sequence[Entry], make: MakeCopy)
 
 def copies_of(schedule: Schedule, entries: Sequence[Entry]) -> tuple[Entry, ...]:
     """The copies that a call names beside `entries`, those of its handles."""
-    return tuple([entries[c.entry].copies[c.cast.copy_dtype][0] for c in schedule.copies])
+    return tuple([_copy(entries[c.entry], c) for c in schedule.copies])
+
+
+def _copy(entry: Entry, read: CopyRead) -> Entry:
+    if not read.whole:
+        return entry.copies[read.cast.copy_dtype][0]
+    assert entry.whole is not None, "a call that reads it was asked for"
+    return entry.whole[0]
+
+
+def wholes_are_made(schedule: Schedule, entries: Sequence[Entry], over: bool) -> None:
+    """Note that a call makes entries of the shares of all ranks: that it is about to, or that it
+    has (`over`)."""
+    for copy in schedule.copies:
+        if copy.made:
+            entries[copy.entry].whole_made(entries[copy.entry].version if over else NEVER)

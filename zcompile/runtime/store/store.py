@@ -166,6 +166,8 @@ class Entry:
              step that waits for others, reads or writes them; None: nothing
     sources  what it took its values from, if that can still be written by others
     copies   in other dtypes: dtype -> (their entry, the version of this one they were cast from)
+    whole    of a share: (an entry of the shares of all ranks, the version of this one that it was
+             gathered at); None: there is none
     norms    what was measured of it: how -> (version, layout, result)
     tiles    and of its tiles: offset -> (elements, how -> result)
     narrow   its bytes rest in the narrower `copy_dtype`, in which each value is what it is; None:
@@ -196,6 +198,7 @@ class Entry:
         self.waits: Waits | None = None
         self.sources: tuple[Source, ...] = ()
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
+        self.whole: tuple[Entry, int] | None = None
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self.narrow: Cast | None = None
@@ -265,6 +268,22 @@ class Entry:
         copy, _ = self.copies[dtype]
         self.copies[dtype] = copy, version
 
+    def keep_whole(self, whole: "Entry") -> None:
+        """Let `whole` be an entry of the shares of all ranks, of no value until `whole_made`."""
+        self.whole = whole, NEVER
+
+    def whole_made(self, version: int) -> None:
+        """The entry of the shares of all ranks has the value that they had at `version`; `NEVER`:
+        it is about to be made."""
+        assert self.whole is not None, "it is kept"
+        self.whole = self.whole[0], version
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether an entry of the shares of all ranks is there, and as they are now."""
+        self.settle()
+        return self.whole is not None and self.whole[1] == self.version
+
     def rename(self, name: str) -> None:
         self.place.rename(name)
 
@@ -326,6 +345,12 @@ def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
     finally:
         for entry, cast, nbytes in narrow:
             entry.narrow, entry.nbytes = cast, nbytes
+
+
+def _copies(entry: Entry) -> list[int]:
+    """The keys of all that is kept as a copy of an entry."""
+    whole = () if entry.whole is None else (entry.whole,)
+    return [copy.key for copy, _ in (*entry.copies.values(), *whole)]
 
 
 def _widened(raw: Tensor, cast: Cast) -> Tensor:
@@ -521,9 +546,11 @@ class Store:
             entry.kept_value(version)
 
     def drop_copies(self, entry: Entry) -> None:
-        """Keep no copies of an entry in other dtypes any more; nothing of them is in flight."""
-        self._dead.extend(copy.key for copy, _ in entry.copies.values())
+        """Keep no copies of an entry any more, in other dtypes or of the shares of all ranks;
+        nothing of them is in flight."""
+        self._dead.extend(_copies(entry))
         entry.copies.clear()
+        entry.whole = None
 
     def handle(self, entry: Entry) -> Tensor:
         """The handle of a new entry, which is freed when the last use of its handle has died."""
@@ -776,7 +803,7 @@ class Store:
                 self.deferrals.drop(entry)
                 self.homes.left(entry.place, entry.born)
                 self._mover.free(entry.place)
-                self._dead.extend(copy.key for copy, _ in entry.copies.values())
+                self._dead.extend(_copies(entry))
 
     def _prepare_read(self, entry: Entry, ahead: bool = False) -> None:
         """Before a read: check that the entry has a value, and apply what is deferred."""

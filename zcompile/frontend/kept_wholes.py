@@ -1,0 +1,190 @@
+"""Lets all ranks keep the same parameters whole: chosen by a plan, agreed on in each call.
+
+What is kept decides what crosses between ranks, while plans, and events that need the device's
+room, are those of one rank. So before each forward and backward the ranks tell each other what they
+keep of what it gathers, and whether that is up to date: read is what all of them keep, and gathered
+what is out of date on any of them. Where they tell the same, as nearly always, that is one
+agreement more in each call.
+
+With `stage="auto"` rank 0 chooses, at its own costs. The others see what it keeps, and plan their
+next step with that; if one of them has no room for it, rank 0 gives it up.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from zcompile.errors import BudgetExceeded
+from zcompile.frontend.rescheduling import Rescheduling
+from zcompile.ir.schedule import EntryIndex, Schedule
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import EntryRef, Phase
+from zcompile.passes.arrange import keeping_wholes
+from zcompile.passes.keep_wholes import gathered_by
+from zcompile.planner.step_plan import StepPlan
+from zcompile.planner.whole_step import NO_WHOLES, gathered_in
+from zcompile.runtime.ranks.fabric import Fabric, digest_of
+from zcompile.runtime.session import Session
+from zcompile.runtime.store.resident import copies_of
+from zcompile.runtime.store.store import Entry
+
+NOT_KEPT, OUT_OF_DATE, UP_TO_DATE = range(3)
+"""What a rank has of a parameter whose shares are gathered."""
+MOST_MADE = 256
+"""Schedules that are remembered: one for each graph and what of it is out of date."""
+PATIENCE = 3
+"""Steps that rank 0 waits for the others to keep what it keeps."""
+
+
+class KeptWholes:
+    """What one session keeps whole of what its ranks hold shares of."""
+
+    def __init__(self, session: Session, controller: Rescheduling) -> None:
+        self._session = weakref.ref(session)
+        self._controller = weakref.ref(controller)
+        self._read: dict[int, tuple[EntryIndex, ...]] = {}
+        self._made: dict[tuple[int, bytes], Schedule] = {}
+        self._of_first: dict[EntryRef, bool] = {}
+        """Of each parameter, whether rank 0 keeps it."""
+        self._alone = Counter[EntryRef]()
+        """Of each parameter that rank 0 keeps, the steps in which another did not."""
+        self._seen_alone: set[EntryRef] = set()
+        self._gave_up = False
+
+    @property
+    def session(self) -> Session:
+        session = self._session()
+        assert session is not None, "a session asks, so it is there"
+        return session
+
+    @property
+    def _fabric(self) -> Fabric:
+        fabric = self.session.fabric
+        assert fabric is not None, "several ranks keep the same"
+        return fabric
+
+    @property
+    def may_be(self) -> bool:
+        """Whether anything is ever kept, which is so on all ranks or on none."""
+        session = self.session
+        return session.fabric is not None and session.config.may_keep_wholes
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether everything must be kept."""
+        return self.may_be and self.session.config.stage == 2
+
+    # What a plan is made for.
+
+    def wanted(self, step: StepTrace) -> frozenset[EntryRef] | None:
+        """The parameters that a plan of `step` is to keep; None: it chooses them."""
+        if not self.may_be:
+            return NO_WHOLES
+        gathered = frozenset(row.ref for row in gathered_in(step))
+        if self.is_forced:
+            return gathered
+        if self._gave_up:
+            return NO_WHOLES
+        if not self._fabric.rank:
+            return None
+        return frozenset(ref for ref in gathered if self._of_first.get(ref))
+
+    def no_room(self) -> None:
+        """There is no room for what a plan was to keep: nothing is kept from here on."""
+        self._gave_up = True
+
+    def step_ended(self, plan: StepPlan) -> bool:
+        """Whether the plan in force keeps something else than it should, when a step has ended."""
+        seen, self._seen_alone = self._seen_alone, set()
+        if not self.may_be or self._gave_up or self.is_forced:
+            return False
+        if self._fabric.rank:
+            of_first = {ref for ref, kept in self._of_first.items() if kept}
+            return plan.wholes != of_first & plan.step.facts.keys()
+        self._alone = Counter({ref: self._alone[ref] + 1 for ref in seen})
+        if max(self._alone.values(), default=0) >= PATIENCE:
+            self._gave_up = True
+        return self._gave_up
+
+    # What a call reads.
+
+    def agreed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
+        """`schedule`, or the one that reads what all ranks keep of these entries, and makes what is
+        out of date.
+
+        raises  RanksDiffer, RankFailed
+        """
+        if not self.may_be or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+            return schedule
+        if schedule.serial not in self._read:
+            self._read[schedule.serial] = gathered_by(schedule)
+        if not (read := self._read[schedule.serial]):
+            return schedule
+        own = self._own(schedule, entries)
+        text = f"of {schedule.name}: {sum(map(bool, own))} of {len(own)} weights are kept whole"
+        told = self._fabric.compare(schedule.call_kind, digest_of(own), len(own), text=text)
+        if len(set(told)) == 1:
+            self._note([entries[n].ref for n in read], [own])
+            return self._keeping(schedule, own)
+        rows = self._fabric.rows(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        every = [bytes(row.tolist()) for row in rows]
+        self._note([entries[n].ref for n in read], every)
+        least = bytes(map(min, zip(*every, strict=True)))
+        # Another rank may ask for more gathers than this one has room for.
+        fits = self._too_large(schedule, entries, least) is None
+        if not self._fabric.rows(torch.tensor([int(fits)])).all():
+            return schedule
+        return self._keeping(schedule, least)
+
+    def _own(self, schedule: Schedule, entries: Sequence[Entry]) -> bytes:
+        """What this rank keeps of what a call gathers, and has room to read so."""
+        read, controller = self._read[schedule.serial], self._controller()
+        assert controller is not None, "it asks"
+        own = bytes(_state(entries[n]) for n in read)
+        while (error := self._too_large(schedule, entries, own)) is not None:
+            if not controller.reclaim(error.needed_bytes):
+                break  # which the call itself will say
+            own = bytes(_state(entries[n]) for n in read)
+        return own
+
+    def _too_large(
+        self, schedule: Schedule, entries: Sequence[Entry], states: bytes
+    ) -> BudgetExceeded | None:
+        """Why a call that reads so has no room; None: it has."""
+        if not any(states):
+            return None
+        made, controller = self._keeping(schedule, states), self._controller()
+        assert controller is not None, "it asks"
+        return controller.too_large(made, (*entries, *copies_of(made, entries)))
+
+    def _keeping(self, schedule: Schedule, states: bytes) -> Schedule:
+        """The schedule for which parameters are kept, and up to date, as `states` says."""
+        if not any(states):
+            return schedule
+        known = schedule.serial, states
+        if known not in self._made:
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            rows = list(zip(self._read[schedule.serial], states, strict=True))
+            kept = frozenset(n for n, state in rows if state != NOT_KEPT)
+            made = frozenset(n for n, state in rows if state == OUT_OF_DATE)
+            self._made[known] = keeping_wholes(schedule, kept, made)
+        found = self._made[known]
+        same = found.holds.sizes == schedule.holds.sizes
+        return found if same else replace(found, holds=schedule.holds)
+
+    def _note(self, refs: Sequence[EntryRef], every: Sequence[bytes]) -> None:
+        """Remember what the ranks have told; `every`: one row, if all told the same."""
+        for ref, states in zip(refs, zip(*every, strict=True), strict=True):
+            self._of_first[ref] = states[0] != NOT_KEPT
+            if states[0] != NOT_KEPT and NOT_KEPT in states:
+                self._seen_alone.add(ref)
+
+
+def _state(entry: Entry) -> int:
+    if entry.whole is None:
+        return NOT_KEPT
+    return UP_TO_DATE if entry.has_whole else OUT_OF_DATE

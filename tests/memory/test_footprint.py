@@ -13,7 +13,7 @@ from byte_meter import Meter
 from e2e.models import CASES
 from offloaded import Twins, twins
 from sampled import sampled
-from small_models import SMALL_MODELS, small
+from small_models import SMALL_MODELS, UNALIKE, small
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -247,7 +247,7 @@ def walked_twice(pair: Twins, found: Watched, *inputs: Any, **named: Any) -> Non
         assert met == region.counted, f"{region.name}, the {number}th that ran"
 
 
-@pytest.mark.parametrize("name", SMALL_MODELS)
+@pytest.mark.parametrize("name", sampled(SMALL_MODELS, *UNALIKE))
 def test_a_small_model_holds_what_is_counted(name, monkeypatch):
     model, inputs = small(name)
     with watched(monkeypatch) as found:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 from programs import blocks, least_window, programs
-from small_models import SMALL_MODELS
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir.schedule import RegionProgram
@@ -32,7 +33,7 @@ def test_addresses_of_a_two_layer_model(golden):
     assert "\n".join(rows) + "\n" == golden
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 def test_what_is_alive_together_lies_apart(model):
     for program in programs(model):
         values = allocated(program, None).fetched
@@ -49,7 +50,7 @@ def test_forward_and_backward_use_the_same_bytes():
         assert min(v.slot.address for v in allocated(program, None).fetched) == 0
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 def test_in_the_smallest_arena_everything_has_an_address(model):
     for program in programs(model):
         least = least_window(program)

@@ -5,7 +5,8 @@ from operator import getitem
 import pytest
 import torch
 from joint import captured, catch
-from small_models import SMALL_MODELS, mlp
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE, mlp
 from torch import nn
 
 from zcompile.ir import ops
@@ -21,7 +22,7 @@ def test_a_gradient_goes_home_right_after_it_is_made(golden):
     assert joint.text == golden
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 def test_every_parameter_has_one_reduction_and_it_is_backward(model):
     joint = captured(model).through(GatherParams(), ReduceGrads())
     reductions = find(joint.graph, ops.reduce_grad)
@@ -40,7 +41,7 @@ def last_taken(grad):
     return grad
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 def test_no_gradient_leaves_before_the_rest_of_its_tuple_is_taken(model):
     joint = captured(model).through(GatherParams(), ReduceGrads())
     parts = [n.args[0] for n in find(joint.graph, ops.reduce_grad) if n.args[0].target is getitem]

@@ -2,7 +2,8 @@
 
 import pytest
 from joint import captured
-from small_models import SMALL_MODELS
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.ir import ops
 from zcompile.ir.graph import aliases_of, find, positions
@@ -20,7 +21,7 @@ def test_release_waits_for_the_last_view(golden):
     assert joint.text == golden
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 def test_between_the_last_reader_and_the_release_stands_nothing_but_other_releases(model):
     graph = captured(model).through(GatherParams(), ReleaseParams()).graph
     where = positions(graph)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from programs import least_window, programs
-from small_models import SMALL_MODELS
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.errors import BudgetExceeded, more_device_memory
 from zcompile.ir import printer
@@ -132,7 +133,7 @@ def test_in_the_smallest_arena_a_fetch_waits_for_what_makes_its_room(golden):
     assert "".join(map(printer.program_text, scheduled("mlp", 8, room=1))) == golden
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 @pytest.mark.parametrize("lead", [0, 1, 8])
 def test_a_fetch_stays_within_its_lead_and_is_there_when_it_is_read(model, lead):
     for program in scheduled(model, lead):

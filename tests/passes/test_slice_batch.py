@@ -6,7 +6,7 @@ import pytest
 import torch
 from batch_models import BATCH, BATCH_MODELS, LENGTH, WIDTH, Loss, batch_model
 from joint import Joint, assert_same, catch, results
-from sampled import crossed
+from sampled import crossed, sampled
 from small_models import GPT
 from torch import Tensor, nn
 
@@ -91,13 +91,16 @@ def test_slices_keep_the_numbers(name, slices, level, caught):
     assert_close(results(sliced), results(joint), tolerance)
 
 
-@pytest.mark.parametrize("name", BATCH_MODELS)
+@pytest.mark.parametrize("name", sampled(BATCH_MODELS, "weights of words", "vit", "returned"))
 def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name, caught):
     sliced = caught(name).through(InSlices(3, 1))
     assert_same(results(sliced.through(*LATER)), results(sliced))
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "vit", "bert", "experts", "sequence first"])
+HEAVY_MODELS = ["gpt", "llama", "vit", "bert", "experts", "sequence first"]
+
+
+@pytest.mark.parametrize("name", sampled(HEAVY_MODELS, "bert", "sequence first"))
 def test_inference_runs_in_slices_too(name):
     model, inputs = batch_model(name)
     joint = catch(model.eval(), *inputs, grad=False)
@@ -107,7 +110,7 @@ def test_inference_runs_in_slices_too(name):
 HEAVY = ("mm.default", "convolution", "attention", "softmax", "layer_norm", "rms_norm", "embedding")
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "vit", "bert", "experts", "sequence first"])
+@pytest.mark.parametrize("name", HEAVY_MODELS)
 def test_all_that_is_heavy_runs_in_slices_forward_and_backward(name, caught):
     joint = caught(name)
     batch = batch_graph(joint.graph).batch

@@ -15,8 +15,8 @@ from joint import (
     refused_after_trials,
     results,
 )
-from sampled import crossed
-from small_models import SMALL_MODELS, Tied
+from sampled import crossed, sampled
+from small_models import SMALL_MODELS, UNALIKE, Tied
 from torch import fx, nn
 
 import zcompile
@@ -154,7 +154,7 @@ def test_tiles_mean_what_the_whole_means(name, tile_bytes):
     assert_close(results(joint.through(*in_tiles(tile_bytes))), results(joint))
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *MODELS])
+@pytest.mark.parametrize("name", sampled([*SMALL_MODELS, *MODELS], *UNALIKE, *MODELS))
 def test_what_follows_changes_no_bit_of_it(name):
     joint = joint_of(name)
     whole = joint.through(*pipeline(zcompile.Config(device="cpu", tile_bytes=200)))
@@ -174,7 +174,7 @@ def test_every_weight_over_the_limit_is_cut_and_every_tile_keeps_it(name):
             assert brings.nbytes <= max(100, brings.nbytes // brings.size[0])
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *MODELS])
+@pytest.mark.parametrize("name", sampled([*SMALL_MODELS, *MODELS], *UNALIKE, *MODELS))
 def test_with_room_for_everything_nothing_changes(name):
     joint = joint_of(name)
     roomy = joint.copy(budget_bytes=2**30)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from joint import Joint, captured
-from small_models import SMALL_MODELS
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.config import Config
 from zcompile.errors import GraphInvalid
@@ -188,7 +189,7 @@ def test_a_parameter_released_twice_is_refused():
         verify(joint.graph, joint.plan, after="a-pass", facts=FACTS)
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *UNALIKE))
 def test_what_the_passes_make_breaks_no_rule(model):
     joint = planned(model)
     verify(joint.graph, joint.plan, after="the last pass", facts=FACTS)

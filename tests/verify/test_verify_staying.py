@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from broken_staying import BROKEN_STAYING, ROWS, staying
 from mutation.samples import TILED, compiled
-from small_models import SMALL_MODELS
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import Reduce, Schedule
@@ -50,7 +51,7 @@ def accepted(made: Schedule) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, *TILED])
+@pytest.mark.parametrize("name", sampled([*SMALL_MODELS, *TILED], *UNALIKE, *TILED))
 def test_in_a_real_backward_those_stay_that_are_whole_and_whose_memory_is_their_own(name):
     seen = 0
     for made in compiled(name):

@@ -5,10 +5,12 @@ import weakref
 
 import pytest
 import torch
+from streams.cuda import SimulatedCuda, Simulation
 
 from zcompile.errors import DeviceTooSmall
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.units import MiB
+from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.device.pages import HUGE_PAGE_BYTES
@@ -163,23 +165,16 @@ def resident_bytes():
         return int(statm.read().split()[1]) * 4096
 
 
-class _Passed:
-    """An event that its stream has passed."""
-
-    def query(self):
-        return True
-
-
-def test_whoever_hears_that_a_cuda_copy_is_over_finds_its_memory_free():
-    device = CudaDevice.__new__(CudaDevice)  # what it does with memory needs no GPU
-    device._meter = Meter()
-    alive = [torch.empty(8), torch.empty(8)]
-    dead = [weakref.ref(tensor) for tensor in alive]
-    found = []
-
-    class Asking(Landed):
-        def landed(self, error):
-            found.extend(memory() for memory in dead)
-
-    device._reap("d2h", _Passed(), Asking(), alive, 32)
-    assert found == [None, None]
+def test_the_cuda_device_keeps_no_memory_of_a_copy(monkeypatch):
+    simulation = Simulation()
+    monkeypatch.setattr(cuda, "_CUDA", simulation.cuda)
+    device = type("Device", (SimulatedCuda,), {"simulation": simulation})({}, Meter(), fail)
+    target, source = torch.zeros(8, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
+    dead, landing = [weakref.ref(target), weakref.ref(source)], Landed()
+    device.copy("d2h", target, source, (device.mark(),), landing)
+    assert target.eq(1).all()
+    del target, source
+    assert [memory() for memory in dead] == [None, None], "who listens keeps it"
+    assert not landing.over.done()
+    simulation.held.work_until(landing.over.done)
+    device.close()

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.ir.torch_compat import storage_of
+from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.device.cuda import CudaDevice
 
 _THREADS = threading.local()
@@ -72,12 +73,15 @@ class Simulation:
 
     records  whether accesses are noted: clocks go on in any case
     label    says what this thread computes, for people
+    asked    called before a copy to the host
     """
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.held = Held()
         self.records = True
+        self.asked: Callable[[], object] = lambda: None
+        self._sources: list[Any] = []
         self.compute = Stream(name="compute")
         self.pinned: list[tuple[int, int]] = []
         self.transfers: Counter[str] = Counter()
@@ -160,6 +164,18 @@ class Simulation:
     def pinned_spans(self, tensors: list[Tensor]) -> "Spans":
         """Those that copies touch too."""
         return spans([t for t in tensors if t.numel() and self.is_pinned(t)])
+
+    def note_source(self, source: Tensor) -> None:
+        """A copy to the host is about to be asked for."""
+        self._sources = [s for s in self._sources if s() is not None]
+        self._sources.append(weakref.ref(storage_of(source)))
+        self.asked()
+
+    def source_bytes(self, arena: Arena) -> int:
+        """Bytes alive outside the arena that copies to the host have read, or will."""
+        alive = {id(s): s for made in self._sources if (s := made()) is not None}
+        inside = arena.slot(0, 1).untyped_storage().data_ptr()
+        return sum(s.nbytes() for s in alive.values() if s.data_ptr() != inside)
 
     def watch(self, made: Tensor) -> None:
         """Memory that compute made: look who still uses it when it goes back to its allocator."""
@@ -310,7 +326,12 @@ class SimulatedCuda(CudaDevice):
     def can_bypass_staging(self, direction):
         return False  # no system call reaches the memory of a card
 
-    def _enqueue(self, direction, work, after, listener, alive, nbytes):
+    def copy(self, direction, target, source, after, listener):
+        if direction == "d2h":
+            self.simulation.note_source(source)
+        super().copy(direction, target, source, after, listener)
+
+    def _enqueue(self, direction, work, after, listener, nbytes):
         self.simulation.transfers[direction] += 1
 
         def watched():
@@ -318,7 +339,7 @@ class SimulatedCuda(CudaDevice):
             with self.simulation.computing(name), self.simulation.watching():
                 work()
 
-        super()._enqueue(direction, watched, after, listener, alive, nbytes)
+        super()._enqueue(direction, watched, after, listener, nbytes)
 
 
 def host_wait(what: str) -> None:

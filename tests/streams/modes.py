@@ -13,6 +13,7 @@ import pytest
 import torch
 from moved import forced
 from planned_runs import LITTLE_HOST, adamw, let_all_be_late
+from streams.clocks import Pair
 from streams.cuda import Event, Simulation
 from streams.knowledge import simulated
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class Mode:
     moves    the tier that all activations which may move are moved to
     late     updates are late, narrow: copies in bf16 are kept, wherever they may be
     disk     there is one
+    by_host  the host itself moves or adds bytes, and has to be waited for
     """
 
     fields: dict[str, Any]
@@ -46,6 +48,7 @@ class Mode:
     late: bool = False
     narrow: bool = False
     disk: bool = False
+    by_host: bool = False
     layers: int = 1
 
 
@@ -63,6 +66,7 @@ MODES = {
         {"device_memory": Bytes(160 * KiB), "residency": False},
         lambda s: _homes(s) == {"host"},
         batches=2,
+        by_host=True,
     ),
     "offloaded activations": Mode(
         {"device_memory": Bytes(160 * KiB), "residency": False},
@@ -80,6 +84,7 @@ MODES = {
         lambda s: _homes(s) == {"host", "disk"},
         batches=2,
         disk=True,
+        by_host=True,
     ),
     "late updates": Mode({"device_memory": Bytes(224 * KiB)}, lambda s: s.late.rows > 0, late=True),
     "narrow copies": Mode(
@@ -94,7 +99,11 @@ def _copies(session: Session) -> list[Any]:
 
 @dataclass
 class Training:
-    """A model that trains, step by step."""
+    """A model that trains, step by step.
+
+    waits        of the main thread in the last step, by who waited
+    first_waits  in the first step of which accesses were noted; pairs: what was found in it
+    """
 
     name: str
     model: nn.Module
@@ -103,6 +112,8 @@ class Training:
     act: Callable[[int], None]
     number: int = 0
     waits: dict[str, int] = field(default_factory=dict)
+    first_waits: dict[str, int] = field(default_factory=dict)
+    pairs: dict[Pair, int] = field(default_factory=dict)
 
     @property
     def session(self) -> Session:
@@ -118,10 +129,14 @@ class Training:
     def values(self) -> list[Tensor]:
         return planned_runs.values(self.model)
 
-    def begin_anew(self) -> None:
-        """Let all that is in flight end, and forget what came before."""
+    def rest(self) -> None:
+        """Let all that is in flight end."""
         self.session.executor.wait_for_in_flight()
         self.session.drain()
+
+    def begin_anew(self) -> None:
+        """The same, and forget what came before."""
+        self.rest()
         self.simulation.compute.synchronize()
         self.simulation.memory.forget()
         self.simulation.records = True

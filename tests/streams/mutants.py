@@ -156,7 +156,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
         ),
     ),
     "a copy is told to have landed when it is enqueued": (
-        "streaming",
+        "micro-batches",
         (Edit(CudaDevice, "_reap", "event.synchronize()", "pass"),),
     ),
     "a transfer does not wait for those on its entry": (
@@ -165,7 +165,14 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     ),
     "a transfer does not wait for puts that read its memory": (
         "streaming",
-        (Edit(TransferQueue, "submit", "ticket.memory_free.then(gate.drop)", "gate.drop()"),),
+        (
+            Edit(
+                TransferQueue,
+                "submit",
+                "self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_free)",
+                "pass",
+            ),
+        ),
     ),
     "a value leaves before it is computed": (
         "offloaded activations",
@@ -177,8 +184,8 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 TransferQueue,
                 "submit",
-                "blocker.home.then(gate.drop)",
-                "blocker.memory_free.then(gate.drop)",
+                "blocker.home_mark, blocker.home",
+                "blocker.copies_mark, blocker.home",
             ),
         ),
     ),
@@ -230,7 +237,6 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     "memory that compute made is let go of when its copy is enqueued": (
         "streaming",
         (
-            Edit(CudaDevice, "_enqueue", "alive, nbytes)\n", "[], nbytes)\n"),
             Edit(
                 Transfer,
                 "enqueued",
@@ -240,9 +246,28 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(InFlightGradients, "note", "self._sent.append((ticket, source))", "pass"),
         ),
     ),
-    "a fetch between resting entries does not wait for the last reader of its slot": (
+    "memory goes back to compute, which does not wait for the copy that reads it": (
+        "streaming",
+        (Edit(Transfer, "release", "self.context.device.join(self._event)", "pass"),),
+    ),
+    "a transfer does not follow copies that are enqueued": (
+        "streaming",
+        (Edit(TransferQueue, "_follow", "transfer.follow(found)", "pass"),),
+    ),
+    "a transfer starts without the marks that it follows": (
+        "streaming",
+        (
+            Edit(
+                Transfer,
+                "start",
+                "(*self.marks, *self._follows)",
+                "self.marks",
+            ),
+        ),
+    ),
+    "compute does not wait for what it fetches beside what rests": (
         "part on the device",
-        (Edit(_Call, "_start", "[self.begun, *self._after(fetch.after)]", "[self.begun]"),),
+        (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),
     ),
     "a late update does not wait for what it reads": (
         "late updates",
@@ -260,24 +285,6 @@ EQUIVALENT: dict[str, tuple[str, tuple[Edit, ...]]] = {
     "the device does not wait for what is put to it": (
         "part on the device",
         (Edit(resident, "put", "ticket.join_compute()", "pass"),),
-    ),
-    # Compute has read an entry that dies, and what is put to its extent next comes after compute.
-    "an extent is given back while transfers are on it": (
-        "offloaded activations",
-        (
-            Edit(TransferQueue, "free", "idle = not place.in_flight", "idle = True"),
-            Edit(
-                TransferQueue,
-                "_finished",
-                "free = place.freed and not place.in_flight",
-                "free = False",
-            ),
-        ),
-    ),
-    # The transfer itself holds the memory that its copy reads until that has landed.
-    "a copy does not hold the memory that it reads": (
-        "streaming",
-        (Edit(CudaDevice, "_enqueue", "alive, nbytes)\n", "[], nbytes)\n"),),
     ),
 }
 """What is not needed for order, and why: the same, where nothing may be told."""

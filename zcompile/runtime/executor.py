@@ -624,7 +624,7 @@ class _Call:
 
     def _left(self, left: Left) -> None:
         self.held.rises()
-        # The host waits, not compute alone: until the copy is over it holds the memory.
+        # Until then the copy holds the memory; from then on it is compute's, behind the copy.
         self._join(source_released(self.tickets[left.ticket]))
         self.values[left.register] = None
         self.held.lets_go(left.register)

@@ -291,7 +291,7 @@ class InFlightGradients:
         self._live_memory.exchange([transfer.rows], ())
         since = perf_counter()
         for ticket, _ in transfer.sent:
-            ticket.wait()
+            ticket.join_compute()  # which has the memory then
         self.waited_s += perf_counter() - since
 
 

@@ -162,6 +162,9 @@ class DryRunDevice:
     def join(self, event: object) -> None:
         return
 
+    def mark_of(self, event: object) -> Ticket | None:
+        return None
+
     def stamp(self) -> Stamp:
         return DryRunStamp()
 

@@ -76,7 +76,8 @@ class Device(Protocol):
     ) -> None:
         """Start a copy between host and device memory once the marks `after` are complete.
 
-        target, source  uint8 [n], contiguous
+        target, source  uint8 [n], contiguous; `listener` keeps them alive until it has heard that
+                        the copy is over, or until compute waits for it (`join`)
         """
 
     def can_bypass_staging(self, direction: Direction) -> bool:
@@ -95,6 +96,10 @@ class Device(Protocol):
 
     def join(self, event: object) -> None:
         """Compute of this thread waits for an enqueued copy."""
+
+    def mark_of(self, event: object) -> Ticket | None:
+        """A mark that is complete once an enqueued copy is over, for other copies to come after;
+        None, if only its listener hears of that."""
 
     def stamp(self) -> Stamp:
         """This moment of compute, for a stopwatch."""

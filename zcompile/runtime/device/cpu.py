@@ -109,6 +109,9 @@ class CpuDevice:
     def join(self, event: object) -> None:
         return
 
+    def mark_of(self, event: object) -> Ticket | None:
+        return None
+
     def stamp(self) -> Stamp:
         return CpuStamp(time.perf_counter())
 

@@ -68,8 +68,7 @@ class CudaDevice:
                     "host_memory",
                     nbytes,
                     "cannot be pinned (cudaHostRegister "
-                    f"gave error {status}); lower it, or raise the limit on "
-                    "locked memory (ulimit -l)",
+                    f"gave error {status}); lower it, or raise the memory limit of the container",
                 )
             self._pinned.append(block)
         return block
@@ -99,14 +98,13 @@ class CudaDevice:
         listener: CopyListener,
     ) -> None:
         if self.is_on_host(target) and self.is_on_host(source):  # a gradient that is there already
-            self._host.submit(partial(_copy_on_host, target, source, listener))
+            self._host.submit(partial(_copy_on_host, target, source, after, listener))
         else:
             self._enqueue(
                 direction,
                 partial(target.copy_, source, non_blocking=True),
                 after,
                 listener,
-                [target, source],
                 target.numel(),
             )
 
@@ -117,11 +115,14 @@ class CudaDevice:
         """Nothing to count: between a file and host memory no link of the device is used."""
 
     def clear(self, target: Tensor, after: Sequence[Ticket], listener: CopyListener) -> None:
-        self._enqueue("h2d", target.zero_, after, listener, [target], 0)
+        self._enqueue("h2d", target.zero_, after, listener, 0)
 
     def join(self, event: object) -> None:
         if event is not None:
             _CUDA.current_stream(self.torch_device).wait_event(event)
+
+    def mark_of(self, event: object) -> Ticket | None:
+        return None if event is None else Mark(event, self.torch_device)
 
     def stamp(self) -> Stamp:
         event = _CUDA.Event(enable_timing=True, blocking=True)
@@ -143,14 +144,10 @@ class CudaDevice:
         work: Callable[[], object],
         after: Sequence[Ticket],
         listener: CopyListener,
-        alive: list[Tensor],
         nbytes: int,
     ) -> None:
         """Enqueue `work` on the stream of a direction, after the marks `after`, and hand its end to
-        a reaper.
-
-        alive  tensors that are kept until the work is over
-        """
+        a reaper."""
         stream = self._streams[direction]
         event = _CUDA.Event(blocking=True)
         try:
@@ -165,23 +162,10 @@ class CudaDevice:
         except RuntimeError as error:
             listener.landed(error)
             return
-        self._reapers[direction].submit(
-            partial(self._reap, direction, event, listener, alive, nbytes)
-        )
+        self._reapers[direction].submit(partial(self._reap, direction, event, listener, nbytes))
 
-    def _reap(
-        self,
-        direction: Direction,
-        event: Any,
-        listener: CopyListener,
-        alive: list[Tensor],
-        nbytes: int,
-    ) -> None:
-        """Wait for `event`, count the bytes, and report.
-
-        alive  held until the copy is over, so that no allocator reuses the memory meanwhile, and no
-               longer: whoever waits for the copy may count on the memory then
-        """
+    def _reap(self, direction: Direction, event: Any, listener: CopyListener, nbytes: int) -> None:
+        """Wait for `event`, count the bytes, and report."""
         error: RuntimeError | None = None
         try:
             if not event.query():  # asking is cheaper than sleeping, if it is over already
@@ -190,7 +174,6 @@ class CudaDevice:
             error = failed
         if error is None and nbytes:
             self._meter.moved(direction, nbytes)
-        alive.clear()
         listener.landed(error)
 
 
@@ -242,7 +225,11 @@ class _ArrayInterface:
         }
 
 
-def _copy_on_host(target: Tensor, source: Tensor, listener: CopyListener) -> None:
-    """Copy between host memories, and report."""
+def _copy_on_host(
+    target: Tensor, source: Tensor, after: Sequence[Ticket], listener: CopyListener
+) -> None:
+    """Copy between host memories once the marks `after` are complete, and report."""
     with CopyReport(listener):
+        for mark in after:
+            mark.wait()
         copy_bytes(target, source, target.numel())

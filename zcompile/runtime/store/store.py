@@ -826,12 +826,13 @@ class Store:
         before_write(entry)
         nbytes = 0 if self.arena.holds(source) else source.numel()
         self._backlog.enter(nbytes)
+        if nbytes:
+            transfer.when_released(partial(self._backlog.leave, nbytes))
         try:
             self._submit(transfer, after)
         except BaseException:  # what never started takes no room
             self._backlog.leave(nbytes)
             raise
-        transfer.memory_free.then(partial(self._backlog.leave, nbytes))
         entry.version += 1
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False

@@ -7,7 +7,7 @@ the queue, which keeps long queues on one entry from nesting their calls.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -46,13 +46,13 @@ class TransferQueue:
             self._in_flight.add(transfer)
         transfer.home.then(partial(self._finished, transfer))
         # Others on these bytes must be home first; those in `after` must have freed their memory.
+        # Where the device's own streams can see to that, it is enough that they are enqueued.
         for blocker in blockers:
-            gate.hold()
-            blocker.home.then(gate.drop)
+            assert isinstance(blocker, Transfer), "transfers are in flight on entries"
+            self._follow(transfer, gate, blocker, blocker.home_mark, blocker.home)
         for ticket in after:
             if isinstance(ticket, Transfer):
-                gate.hold()
-                ticket.memory_free.then(gate.drop)
+                self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_free)
             elif isinstance(ticket, Promise):  # of ranks
                 gate.hold()
                 ticket.then(gate.drop)
@@ -61,6 +61,27 @@ class TransferQueue:
             transfer.start(gate.error)
         else:
             gate.then(partial(self._start_later, transfer))
+
+    def _follow(
+        self,
+        transfer: Transfer,
+        gate: Countdown,
+        before: Transfer,
+        mark: Callable[[], Ticket | None],
+        over: Promise,
+    ) -> None:
+        """Let `transfer` come after `before`: after a mark of the device, or when it is `over`."""
+
+        def enqueued(error: BaseException | None) -> None:
+            found = mark() if error is None and transfer.heeds_marks else None
+            if found is not None:
+                transfer.follow(found)
+                gate.drop()
+            else:
+                over.then(gate.drop)
+
+        gate.hold()
+        before.queued.then(enqueued)
 
     def check(self, place: Place) -> None:
         """raises  what an earlier transfer on the entry failed with, or that the store was

@@ -28,7 +28,7 @@ from zcompile.runtime.io.trial import BLOCK_BYTES
 from zcompile.runtime.tiers.base import Buffer, Place
 from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.staging import Staging
-from zcompile.runtime.transfer.ticket import Callback, Countdown, Ticket, Workers
+from zcompile.runtime.transfer.ticket import Callback, Countdown, Promise, Ticket, Workers
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,16 @@ class Transfer(ABC):
 
     memory  uint8 [end - begin], contiguous
     owner   the tensor that the caller gave, over the same bytes; kept alive until the copies to or
-            from them are over. Copies know only `memory`, so that a worker which is slow to drop a
-            copy does not hold a range of the arena.
+            from them are over, or compute waits for them: what is given to others then is used
+            after them. Copies know only `memory`, so that a worker which is slow to drop a copy
+            does not hold a range of the arena.
     marks   points of compute that those copies must come after
     padded  the bytes after `memory`, up to a multiple of the arena's ALIGNMENT, are free to use
     before  which bytes of the entry held a value when the transfer was submitted
 
     Three promises: `queued`, all copies are enqueued on the device; `memory_free`, `memory` is not
-    touched any more; `home`, all is done.
+    touched any more; `home`, all is done. Where a mark of the device stands for the end of the
+    copies, who comes after them need not wait for the latter two (`copies_mark`, `home_mark`).
     """
 
     lane = "read"
@@ -60,6 +62,10 @@ class Transfer(ABC):
     writes = False
     buffers_per_chunk = 1
     """The buffer of a chunk has this many times its bytes."""
+    only_copies = True
+    """Whether nothing but the device moves bytes to and from a tier in memory."""
+    heeds_marks = True
+    """Whether it is the device that makes the copies, and has them come after marks."""
 
     def __init__(
         self,
@@ -83,6 +89,8 @@ class Transfer(ABC):
         self.context = context
         self.padded = padded
         self._event: object = None
+        self._follows: list[Ticket] = []
+        self._released: Promise | None = None
         self.before = WrittenRanges()
         self.memory_free.then(self._drop_memory)
 
@@ -105,6 +113,36 @@ class Transfer(ABC):
             if not self.writes:
                 self._owner = None  # whatever the caller does next comes after the copies
 
+    def when_released(self, callback: Callback) -> None:
+        """Call `callback` once nothing of this holds the memory any more: that is free, or compute
+        waits until it is. To be asked for before the transfer is submitted."""
+        self._released = Promise()
+        self._released.then(callback)
+
+    def release(self) -> None:
+        """Give the memory that is copied from back to compute, which waits for the copies if they
+        are not over; the host only until they are enqueued."""
+        self.queued.wait()
+        if self.copies_mark() is None:
+            self.memory_free.wait()
+        else:
+            self.context.device.join(self._event)
+            self._drop_memory(None)
+
+    def copies_mark(self) -> Ticket | None:
+        """A mark that is complete once the copies to or from `memory` are over, all of which are
+        enqueued; None, if only `memory_free` tells."""
+        return None if self.memory_free.error else self.context.device.mark_of(self._event)
+
+    def home_mark(self) -> Ticket | None:
+        """A mark that is complete once the transfer is, all copies of which are enqueued; None, if
+        only `home` tells, since there is more to it."""
+        return self.copies_mark() if self.only_copies and self.place.tier.in_memory else None
+
+    def follow(self, mark: Ticket) -> None:
+        """Let the copies come after `mark` too. Called before the start, by any thread."""
+        self._follows.append(mark)
+
     def prepare(self) -> None:
         """Note which bytes of the entry hold a value now; called in the order of submission."""
         self.before = self.place.written.copy()
@@ -116,6 +154,8 @@ class Transfer(ABC):
         if error is not None:
             self.fail(error)
             return
+        if self._follows:
+            self.marks = (*self.marks, *self._follows)
         self._issue()
         for promise in (self.queued, self.memory_free, self.home):
             promise.drop()
@@ -209,12 +249,31 @@ class Transfer(ABC):
     def _drop_memory(self, error: BaseException | None) -> None:
         self._memory = self._owner = None
         self.marks = ()
+        self._follows = []
+        if self._released is not None:
+            self._released.finish()
+
+
+@dataclass(frozen=True)
+class _SourceRead:
+    """A ticket that is complete once nothing reads the source of a put any more."""
+
+    transfer: Transfer
+
+    def done(self) -> bool:
+        return self.transfer.memory_free.done()
+
+    def wait(self) -> None:
+        self.transfer.memory_free.wait()
+
+    def join_compute(self) -> None:
+        self.transfer.release()
 
 
 def source_released(ticket: Ticket) -> Ticket:
     """A ticket that is complete once nothing reads the source of a put any more, home by then or
-    not."""
-    return ticket.memory_free if isinstance(ticket, Transfer) else ticket
+    not. When compute has joined it, the memory is compute's again, if nobody else holds it."""
+    return _SourceRead(ticket) if isinstance(ticket, Transfer) else ticket
 
 
 # --- Home to memory ---
@@ -279,6 +338,8 @@ class Fetch(Transfer):
 
 class ReadBack(Fetch):
     """Moves bytes from the home tier to ordinary host memory, whatever the device."""
+
+    only_copies = heeds_marks = False  # the host makes them
 
     def copy(self, target: Tensor, source: Tensor, listener: CopyListener) -> None:
         with CopyReport(listener):
@@ -412,6 +473,7 @@ class Add(Put):
     """Adds memory to the home tier, in elements of `dtype`; the sum is formed on the host."""
 
     buffers_per_chunk = 2  # half a buffer for what comes, half for what was there
+    only_copies = False  # the host sums up
 
     def __init__(
         self,

@@ -1,0 +1,158 @@
+"""What a transfer costs the host on CUDA: Python's part of it, over streams that do nothing.
+
+    python -m benchmarks.cuda_host
+    python -m benchmarks.cuda_host --entries 400 --rounds 6
+
+No card is needed: the device's own code runs over streams and events without CUDA behind them, and
+bytes do not move. A real call of CUDA adds what it takes itself. Told are microseconds of CPU, the
+least of some rounds: of the thread that asks, and of all threads together. *alone*: nothing else is
+in flight on the entry; *behind*: each fetch follows a put of the same entry that is in flight.
+"""
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from zcompile.config import Config
+from zcompile.ir.types import EntryKind
+from zcompile.runtime import open as opening
+from zcompile.runtime.device import cuda
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.store.store import Store
+from zcompile.runtime.transfer.ticket import Ticket
+
+NBYTES = 64 * 1024
+
+
+class _Event:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+        return
+
+    def record(self, stream: object) -> None:
+        return
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    def __init__(self, device: object) -> None:
+        return
+
+    def wait_event(self, event: object) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+
+class _Idle(CudaDevice):
+    """The device, of which no stream and no copy does anything."""
+
+    def __init__(self, throttle: object, meter: Any, crashed: Callable[..., None]) -> None:
+        super().__init__(torch.device("cuda", 0), meter, crashed)
+        self.torch_device = torch.device("cpu")
+
+    def is_on_host(self, memory: torch.Tensor) -> bool:
+        return False
+
+    def can_bypass_staging(self, direction: object) -> bool:
+        return False
+
+    def _enqueue(self, direction: Any, work: object, *rest: Any) -> None:
+        super()._enqueue(direction, _nothing, *rest)
+
+
+def _nothing() -> None:
+    return
+
+
+def _without_cuda() -> SimpleNamespace:
+    stream = _Stream(None)
+    pinning = SimpleNamespace(
+        cudaHostRegister=lambda *given: 0, cudaHostUnregister=lambda address: 0
+    )
+    return SimpleNamespace(
+        Stream=_Stream,
+        Event=_Event,
+        stream=lambda within: contextlib.nullcontext(),
+        current_stream=lambda device: stream,
+        current_device=lambda: 0,
+        device=lambda device: contextlib.nullcontext(),
+        mem_get_info=lambda device: (1 << 40, 1 << 40),
+        cudart=lambda: pinning,
+    )
+
+
+def _timed(
+    store: Store, count: int, start: Callable[[int], Ticket], settle: bool
+) -> tuple[float, float]:
+    """Microseconds of CPU for each of `count` transfers: of this thread, and of all."""
+    mine, everyone = time.thread_time(), time.process_time()
+    tickets = [start(number) for number in range(count)]
+    for ticket in tickets if settle else ():
+        ticket.join_compute()
+    mine = time.thread_time() - mine
+    store.drain()
+    return mine / count * 1e6, (time.process_time() - everyone) / count * 1e6
+
+
+def measure(entries: int, rounds: int) -> dict[str, tuple[float, float]]:
+    """What is transferred how -> microseconds of CPU: of the thread that asks, and of all."""
+    with (
+        mock.patch.object(cuda, "_CUDA", _without_cuda()),
+        mock.patch.object(opening, "CpuDevice", _Idle),
+    ):
+        budget = f"{2 * entries * NBYTES >> 20}MiB"
+        store = Store(Config(device="cpu", device_memory=budget, host_memory=budget))
+        try:
+            made = [store.create(f"w{n}", EntryKind.PARAM, NBYTES) for n in range(entries)]
+            slots = [store.arena.slot(NBYTES * n, NBYTES) for n in range(entries)]
+
+            def fetch(number: int) -> Ticket:
+                mark = store.device.mark()
+                return store.fetch(made[number], slots[number], after=[mark])
+
+            def put(number: int) -> Ticket:
+                mark = store.device.mark()
+                return store.put(made[number], slots[number], after=[mark])
+
+            def put_and_fetch(number: int) -> Ticket:
+                put(number)
+                return fetch(number)
+
+            found: dict[str, list[tuple[float, float]]] = {}
+            for _ in range(rounds):
+                for name, start, settle in (
+                    ("put", put, False),
+                    ("fetch, alone", fetch, True),
+                    ("put and fetch behind it", put_and_fetch, True),
+                ):
+                    found.setdefault(name, []).append(_timed(store, entries, start, settle))
+        finally:
+            store.close()
+    return {
+        name: (min(r[0] for r in rows), min(r[1] for r in rows)) for name, rows in found.items()
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--entries", type=int, default=400, help="transfers in a round")
+    parser.add_argument("--rounds", type=int, default=6, help="of which the least is told")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    for name, (mine, everyone) in measure(args.entries, args.rounds).items():
+        print(f"{name:26} {mine:6.1f} us asking {everyone:6.1f} us all threads")
+
+
+if __name__ == "__main__":
+    main()

@@ -178,6 +178,15 @@ def test_what_backward_reads_of_a_row_of_ops_stays_beside_the_others():
     assert told.held[6:] == [4 + 4 + 2 * 4, 4]
 
 
+def test_what_is_offloaded_takes_memory_until_it_is_given_back():
+    """It counted as gone behind its last reader, and plans were over what they were given."""
+    problem = chain(4, 4, 4, 4, tiers=TIERS)
+    values = [replace(value, left=2) if n == 0 else value for n, value in enumerate(problem.values)]
+    problem = replace(problem, values=tuple(values))
+    assert answer(problem, (H, K, K, K)).held[:4] == [4, 8, 12, 12]
+    assert answer(problem, (A, K, K, K)).held[:4] == [4, 8, 8, 12]
+
+
 def best(problem, ways):
     """The least seconds of all answers that fit, by trying all; None, if none does."""
     least = None

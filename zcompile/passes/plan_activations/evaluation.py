@@ -35,16 +35,16 @@ class Curves:
     most_held   the largest of them
     most_slots  the most bytes that slots take, of weights and of values that are read back
     moved       tier -> bytes, in the order of the first value that is moved to each
-    again_s     seconds of compute that is done again
     over        as `Answer.over`, once somebody has asked
+    again_s     seconds of compute that is done again, once somebody has asked
     """
 
     held: Curve
     most_held: int
     most_slots: int
     moved: Mapping[str, int]
-    again_s: float
     over: int | None = None
+    again_s: float | None = None
 
 
 class Evaluation:
@@ -175,7 +175,7 @@ class Evaluation:
         if value.maker in self.repeats:
             self._stale.add(self.repeats[value.maker])
         if want is None or action != KEEP:
-            _add(self._held, value.made, value.read, nbytes)
+            _add(self._held, value.made, value.gone(action if want else RECOMPUTE), nbytes)
         if want is None:
             return
         if action == KEEP:
@@ -209,10 +209,8 @@ class Evaluation:
             most_slots = int(self.slots.max(initial=0))
             order = dict.fromkeys(self.actions[number] for number in self._away)
             moved = {tier: self.moved[tier] for tier in order}
-            makers = self.problem.makers
-            again_s = sum((makers[-number].seconds for number in self._repeated), 0.0)
             most_held = int(held.max(initial=0))
-            self._curves = Curves(held, most_held, most_slots, moved, again_s)
+            self._curves = Curves(held, most_held, most_slots, moved)
         return self._curves
 
     def _beside(self) -> Curve:
@@ -251,13 +249,21 @@ class Evaluation:
         return int(self.curves().held.argmax())
 
     @property
+    def again_s(self) -> float:
+        """Seconds of compute that is done again."""
+        curves, makers = self.curves(), self.problem.makers
+        if curves.again_s is None:
+            curves.again_s = sum((makers[-number].seconds for number in self._repeated), 0.0)
+        return curves.again_s
+
+    @property
     def seconds(self) -> float:
         """As `Answer.seconds`."""
         curves, starts = self.curves(), 0.0
         for number in self._away:
             starts += 2 * self.problem.tiers[self.actions[number]].start_s
-        exposed_s = starts + exposed_seconds(self.problem, curves.moved, curves.again_s)
-        return curves.again_s + exposed_s
+        exposed_s = starts + exposed_seconds(self.problem, curves.moved, self.again_s)
+        return self.again_s + exposed_s
 
 
 def _add(curve: Curve, first: int, last: int, nbytes: int) -> None:

@@ -29,6 +29,8 @@ class Value:
     maker       index of its op
     may_move    it can be offloaded
     wish        what the user asked for, if anything
+    left        last time at which it takes memory in forward, if it is offloaded, since that is
+                given back between two regions; 0: when it was read last
     """
 
     name: str
@@ -39,6 +41,11 @@ class Value:
     maker: int
     may_move: bool = True
     wish: CheckpointPolicy | None = None
+    left: int = 0
+
+    def gone(self, action: str) -> int:
+        """The last time at which forward holds it, if it is given up so."""
+        return self.read if action == RECOMPUTE else max(self.read, self.left)
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,8 @@ class Problem:
 
     other     bytes live at each time of values that forward does not make
     boundary  time at which backward begins
-    slack_s   seconds for which the links could carry more in forward and in backward, while compute
-              goes on
+    slack_s   seconds for which links could carry more off the device in forward, and to it in
+              backward, while compute goes on
     budget    bytes for values and for the slots of weights and of values read back
     window    lower bound on the part of it for slots; the more, the earlier a fetch may start
     """
@@ -146,7 +153,7 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
     # Each value: while forward needs it, and while backward does, by its action.
     for value, action, want in zip(problem.values, actions, wanted, strict=True):
         if want is None or action != KEEP:
-            _add(held, value.made, value.read, value.nbytes)
+            _add(held, value.made, value.gone(action if want else RECOMPUTE), value.nbytes)
         if want is None:
             continue
         if action == KEEP:

@@ -12,7 +12,10 @@ from zcompile.ir.types import CheckpointPolicy
 from zcompile.passes.plan_activations.problem import (
     KEEP,
     RECOMPUTE,
+    Maker,
     OffloadTier,
+    Problem,
+    Value,
     answer,
 )
 from zcompile.passes.plan_activations.solve import choose
@@ -144,6 +147,44 @@ def test_blocks_are_made_again_one_at_a_time_where_the_rest_would_go_to_a_slow_d
     assert made.fits
     assert made.answer.seconds < 1.5 * made.least_seconds
     assert D not in made.answer.moved
+
+
+def passing(count):
+    """A value of 4 bytes from which `count` ops in a row make others of 4, and backward reads the
+    last."""
+    made = [Value("first", 4, 0, 1, (), 0)]
+    made += [Value(f"v{n}", 4, n, min(n + 1, count), (), n) for n in range(1, count + 1)]
+    made[-1] = replace(made[-1], readers=(count + 2,))
+    makers = [Maker(1.0, (n - 1,) if n else (), (n,)) for n in range(count + 1)]
+    times = [0] * (count + 4)
+    tiers = {"host": OffloadTier(1.0, 1.0, 1000)}
+    return Problem(tuple(made), tuple(makers), (), times, count + 1, tiers, (9.0, 9.0), 12)
+
+
+@pytest.mark.parametrize("count", [2, 3, 9])
+def test_what_is_made_again_for_the_next_op_dies_behind_it(count):
+    """They were all held together: 4 bytes for each of them."""
+    problem = passing(count)
+    told = answer(problem, (K, *[A] * count))
+    assert told.held[count + 2] == 4 + 2 * 4  # the first, an op's operand and its result
+    assert told.over(problem) == 0
+
+
+def test_what_backward_reads_of_a_row_of_ops_stays_beside_the_others():
+    problem = passing(4)
+    values = list(problem.values)
+    values[1] = replace(values[1], readers=(6, 7))
+    told = answer(replace(problem, values=tuple(values)), (K, *[A] * 4))
+    assert told.held[6:] == [4 + 4 + 2 * 4, 4]
+
+
+def test_what_is_offloaded_takes_memory_until_it_is_given_back():
+    """It counted as gone behind its last reader, and plans were over what they were given."""
+    problem = chain(4, 4, 4, 4, tiers=TIERS)
+    values = [replace(value, left=2) if n == 0 else value for n, value in enumerate(problem.values)]
+    problem = replace(problem, values=tuple(values))
+    assert answer(problem, (H, K, K, K)).held[:4] == [4, 8, 12, 12]
+    assert answer(problem, (A, K, K, K)).held[:4] == [4, 8, 8, 12]
 
 
 def best(problem, ways):

@@ -1,9 +1,11 @@
 """The device is shared between values and what rests there by what each of them saves."""
 
+from dataclasses import replace
+
 import pytest
 from activation_chains import chain
 
-from zcompile.passes.plan_activations.problem import KEEP, OffloadTier
+from zcompile.passes.plan_activations.problem import KEEP, RECOMPUTE, OffloadTier
 from zcompile.passes.plan_activations.solve import STREAMED_S, StreamingLoad, seconds, split
 
 UNSEEN = {"tiers": {"host": OffloadTier(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
@@ -32,3 +34,24 @@ def test_what_does_not_rest_costs_its_starts():
     made = split(problem, streams(0), ("host",))
     spared = seconds(problem, streams(1000), made) - seconds(problem, streams(0), made)
     assert spared == pytest.approx(0.1 * 1000 * STREAMED_S)  # two of 20 bytes are for slots
+
+
+BUSY_LINK = {"tiers": {"host": OffloadTier(0.02, 0.02, 1000)}, "seconds": 0.15, "budget": 50}
+"""Values of 10 bytes take 0.2 seconds to leave, and 0.15 to be made again."""
+
+
+@pytest.mark.parametrize(("off_s", "action"), [(0.0, "host"), (2.0, RECOMPUTE)])
+def test_what_updates_write_in_forward_is_on_the_link_that_values_leave_by(off_s, action):
+    """Values were sent away over a link that forward had full of late updates, and it waited."""
+    problem = chain(*[10] * 8, slack_s=(2.0, 2.0), **BUSY_LINK)
+    load = StreamingLoad((2.0, 2.0), (0.0, 0.0), 1000, updates_s=(0.0, off_s), apart=True)
+    made = split(problem, load, (RECOMPUTE, "host"))
+    assert made.fits
+    assert set(made.actions) == {KEEP, action}
+
+
+def test_what_comes_and_what_leaves_share_a_link_only_where_it_is_one():
+    apart = StreamingLoad((4.0, 4.0), (1.0, 1.0), 1000, updates_s=(2.0, 2.5), apart=True)
+    assert apart.slack_s(0) == (1.5, 3.0)
+    assert apart.slack_s(10_000) == (4.0, 4.0)  # nothing streams
+    assert replace(apart, apart=False).slack_s(0) == (-1.5, 3.0)

@@ -192,12 +192,13 @@ def _left_at(values: SavedValues, found: GraphProblem, choice: Choice) -> dict[i
         rate = problem.tiers[choice.actions[number]].leave_s
         starts = borders.after(borders.at(root))
         free_s = max(free_s, found.clock[min(starts, len(found.clock) - 1)]) + value.nbytes * rate
-        at = value.read + 1
-        while (
-            at < problem.boundary and found.clock[at] < free_s and held[at] + value.nbytes <= most
-        ):
-            held[at] += value.nbytes
-            at += 1
+        at = borders.after(value.gone(choice.actions[number]))
+        while at < problem.boundary and found.clock[at] < free_s:
+            then = borders.after(at)  # memory is given back there at the earliest
+            if max(held[at:then]) + value.nbytes > most:
+                break
+            held[at:then] = [n + value.nbytes for n in held[at:then]]
+            at = then
         positions[number] = at
     return positions
 

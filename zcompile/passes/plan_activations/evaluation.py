@@ -14,7 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zcompile.passes.plan_activations.problem import KEEP, RECOMPUTE, Problem, exposed_seconds
+from zcompile.passes.plan_activations.problem import (
+    KEEP,
+    RECOMPUTE,
+    Problem,
+    exposed_seconds,
+    is_passing,
+    passing_bytes,
+)
 
 Wanted = tuple[int, int] | None
 Curve = NDArray[np.int64]
@@ -28,16 +35,16 @@ class Curves:
     most_held   the largest of them
     most_slots  the most bytes that slots take, of weights and of values that are read back
     moved       tier -> bytes, in the order of the first value that is moved to each
-    again_s     seconds of compute that is done again
     over        as `Answer.over`, once somebody has asked
+    again_s     seconds of compute that is done again, once somebody has asked
     """
 
     held: Curve
     most_held: int
     most_slots: int
     moved: Mapping[str, int]
-    again_s: float
     over: int | None = None
+    again_s: float | None = None
 
 
 class Evaluation:
@@ -72,6 +79,12 @@ class Evaluation:
         self._slots: Curve = np.zeros(times + 1, np.int64)
         """Bytes that begin to be held at a time, less those that end to be."""
         self._other: Curve = np.array(problem.other, np.int64)
+        self._passing: Curve = np.zeros(times, np.int64)
+        """Bytes that ops which run again at a time hold while they do, beside."""
+        self._chains: dict[int, list[int]] = {}
+        """Time -> the ops that run again then, ascending."""
+        self._stale: set[int] = set()
+        """Times of which `_passing` is to be found anew."""
         self._repeated: list[int] = []
         """Negated numbers of the ops in `repeats`, ascending: the last op comes first."""
         self._away: list[int] = []
@@ -89,22 +102,12 @@ class Evaluation:
         for number, action in changes:
             if self.actions[number] != action:
                 undo.append((number, self.actions[number]))
-                self._take_out(number)
+                self._put_value(number, -1)
                 self.actions[number] = action
-                self._put_in(number)
+                self._put_value(number, 1)
         self._update({self.problem.values[number].maker for number, _ in undo})
         self._curves = None
         return undo[::-1]
-
-    def _take_out(self, number: int) -> None:
-        """Take value `number` out of the curves as it is, to put it in again when it has changed.
-        What its op holds for a moment when it runs again depends on it, and goes with it."""
-        self._put_maker(self.problem.values[number].maker, -1)
-        self._put_value(number, -1)
-
-    def _put_in(self, number: int) -> None:
-        self._put_value(number, 1)
-        self._put_maker(self.problem.values[number].maker, 1)
 
     def _update(self, makers: Iterable[int]) -> None:
         """Bring `repeats` and `wanted` up to date, from the last op of `makers` to the first; what
@@ -133,25 +136,27 @@ class Evaluation:
         at = min(firsts) if firsts else None
         if at == self.repeats.get(number):
             return []
-        self._put_maker(number, -1)
         for weight in op.weights:
             self._put_weight(weight, -1)
-        if number in self.repeats:
-            del self.repeats[number]
+        if (was := self.repeats.pop(number, None)) is not None:
             del self._repeated[bisect_left(self._repeated, -number)]
+            chain = self._chains[was]
+            del chain[bisect_left(chain, number)]
+            self._stale.add(was)
         if at is not None:
             self.repeats[number] = at
             insort(self._repeated, -number)
+            insort(self._chains.setdefault(at, []), number)
+            self._stale.add(at)
         for weight in op.weights:
             self._put_weight(weight, 1)
-        self._put_maker(number, 1)
         changed = []
         for read in op.reads:
             want = self._wanted_of(read)
             if want != self.wanted[read]:
-                self._take_out(read)
+                self._put_value(read, -1)
                 self.wanted[read] = want
-                self._put_in(read)
+                self._put_value(read, 1)
                 changed.append(read)
         return changed
 
@@ -165,14 +170,19 @@ class Evaluation:
     def _put_value(self, number: int, sign: int) -> None:
         value, action, want = self.problem.values[number], self.actions[number], self.wanted[number]
         nbytes = sign * value.nbytes
+        if want is not None:
+            self._stale.add(want[0])
+        if value.maker in self.repeats:
+            self._stale.add(self.repeats[value.maker])
         if want is None or action != KEEP:
-            _add(self._held, value.made, value.read, nbytes)
+            _add(self._held, value.made, value.gone(action if want else RECOMPUTE), nbytes)
         if want is None:
             return
         if action == KEEP:
             _add(self._held, value.made, max(value.read, want[1]), nbytes)
         elif action == RECOMPUTE:
-            _add(self._held, *want, nbytes)
+            if not is_passing(value, want):
+                _add(self._held, *want, nbytes)
         else:
             _add(self._slots, *want, nbytes)
             left = self.moved.get(action, 0) + nbytes
@@ -183,13 +193,6 @@ class Evaluation:
             self.moved[action] = left
             if not left and not any(self.actions[n] == action for n in self._away):
                 del self.moved[action]
-
-    def _put_maker(self, number: int, sign: int) -> None:
-        if (at := self.repeats.get(number)) is None:
-            return
-        for made in self.problem.makers[number].makes:
-            if self.wanted[made] is None or self.actions[made] != RECOMPUTE:
-                _add(self._held, at, at, sign * self.problem.values[made].nbytes)
 
     def _put_weight(self, number: int, sign: int) -> None:
         weight = self.problem.weights[number]
@@ -202,15 +205,23 @@ class Evaluation:
     def curves(self) -> Curves:
         """The curves of bytes, and their highest points; kept until something changes."""
         if self._curves is None:
-            held = np.cumsum(self._held[:-1]) + self._other
+            held = np.cumsum(self._held[:-1]) + self._other + self._beside()
             most_slots = int(self.slots.max(initial=0))
             order = dict.fromkeys(self.actions[number] for number in self._away)
             moved = {tier: self.moved[tier] for tier in order}
-            makers = self.problem.makers
-            again_s = sum((makers[-number].seconds for number in self._repeated), 0.0)
             most_held = int(held.max(initial=0))
-            self._curves = Curves(held, most_held, most_slots, moved, again_s)
+            self._curves = Curves(held, most_held, most_slots, moved)
         return self._curves
+
+    def _beside(self) -> Curve:
+        """`_passing`, up to date."""
+        for at in self._stale:
+            ops = self._chains.get(at)
+            self._passing[at] = (
+                passing_bytes(self.problem, self.actions, self.wanted, at, ops) if ops else 0
+            )
+        self._stale.clear()
+        return self._passing
 
     @property
     def slots(self) -> Curve:
@@ -238,13 +249,21 @@ class Evaluation:
         return int(self.curves().held.argmax())
 
     @property
+    def again_s(self) -> float:
+        """Seconds of compute that is done again."""
+        curves, makers = self.curves(), self.problem.makers
+        if curves.again_s is None:
+            curves.again_s = sum((makers[-number].seconds for number in self._repeated), 0.0)
+        return curves.again_s
+
+    @property
     def seconds(self) -> float:
         """As `Answer.seconds`."""
         curves, starts = self.curves(), 0.0
         for number in self._away:
             starts += 2 * self.problem.tiers[self.actions[number]].start_s
-        exposed_s = starts + exposed_seconds(self.problem, curves.moved, curves.again_s)
-        return curves.again_s + exposed_s
+        exposed_s = starts + exposed_seconds(self.problem, curves.moved, self.again_s)
+        return self.again_s + exposed_s
 
 
 def _add(curve: Curve, first: int, last: int, nbytes: int) -> None:

@@ -10,11 +10,12 @@ from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, views_and_
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
-from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, Phase, aligned
+from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, ParamSpec, Phase, aligned
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Machine
 from zcompile.passes.plan_activations.problem import Maker, OffloadTier, Problem, Value, Weight
-from zcompile.passes.plan_activations.solve import StreamingLoad
+from zcompile.passes.plan_activations.rewrite import Borders
+from zcompile.passes.plan_activations.solve import UPDATED, StreamingLoad
 
 LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_read", "h2d"))}
 """Tier -> the links on the way there and back."""
@@ -65,6 +66,7 @@ class _ProblemReader:
         self.gathers, self.gather_of = _gathers(values.graph)
         self.roots: list[fx.Node] = []
         self.index: dict[fx.Node, int] = {}
+        self.borders = Borders(values.graph)
 
     def read(self) -> GraphProblem:
         made: list[Value] = []
@@ -90,10 +92,17 @@ class _ProblemReader:
         # Seconds of compute, and what links could carry meanwhile.
         clock = tuple(self._clock())
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
-        slack = (compute[0] - weights_s[0], compute[1] - weights_s[1])
-        started = 0 if self.around.beside else len(self.gathers)
-        streams = StreamingLoad(compute, weights_s, weight_bytes, started)
-        return GraphProblem(replace(problem, slack_s=slack), tuple(self.roots), streams, clock)
+        beside = self.around.beside
+        streams = StreamingLoad(
+            compute,
+            weights_s,
+            weight_bytes,
+            0 if beside else len(self.gathers),
+            self._updates() if beside else (0.0, 0.0),
+            beside and self._apart(),
+        )
+        problem = replace(problem, slack_s=streams.slack_s(0))
+        return GraphProblem(problem, tuple(self.roots), streams, clock)
 
     def _makes(self, node: fx.Node) -> bool:
         values = self.values
@@ -154,6 +163,7 @@ class _ProblemReader:
             number,
             self.values.may_move(root),
             CheckpointPolicy.MUST_SAVE if held else wish_of(root) or wish_of(node),
+            self.borders.after(max(forward, default=at)) - 1,
         )
 
     def _weight(self, gathers: list[fx.Node]) -> Weight:
@@ -227,20 +237,43 @@ class _ProblemReader:
         return {root: times[min(n + 2, len(times) - 1)] for n, root in enumerate(late)}
 
     def _traffic(self) -> tuple[tuple[float, float], int]:
-        """Seconds of weights and gradients on the link that takes longest; bytes of the weights."""
-        links = self.around.machine.links
-        seconds = [0.0, 0.0]
-        total = 0
+        """Seconds of weights on the link that takes longest, in each phase; bytes of them."""
+        seconds, total = 0.0, 0
         for gathers in self.gathers:
-            (handle, *_) = gathers[0].all_input_nodes
-            spec = self.plan.params[NodeName(handle.name)]
-            ways = ("h2d", "disk_read") if spec.home == "disk" else ("h2d",)
-            slowest = min((links[w].bytes_per_s for w in ways if w in links), default=0.0)
             nbytes = Layout.of(gathers[0].meta["val"]).nbytes
             total += nbytes
-            for phase in (0, 1):
-                seconds[phase] += nbytes / slowest if slowest else 0.0
-        return (seconds[0], seconds[1]), total
+            seconds += nbytes * self._pace(gathers, back=True)
+        return (seconds, seconds), total
+
+    def _updates(self) -> tuple[float, float]:
+        """Seconds of the links to the device and off it for updates that wait for the forward
+        (`planner/late_step.py`): states come, and what is written leaves. Gradients are taken to
+        have stayed."""
+        to = off = 0.0
+        for gathers in self.gathers:
+            if self._spec(gathers).sink:
+                nbytes = Layout.of(gathers[0].meta["val"]).nbytes
+                to += (UPDATED - 1) * nbytes * self._pace(gathers, back=True)
+                off += UPDATED * nbytes * self._pace(gathers, back=False)
+        return to, off
+
+    def _spec(self, gathers: list[fx.Node]) -> ParamSpec:
+        (handle, *_) = gathers[0].all_input_nodes
+        return self.plan.params[NodeName(handle.name)]
+
+    def _pace(self, gathers: list[fx.Node], back: bool) -> float:
+        """Seconds per byte of a parameter, on the link that takes longest: on the way back to the
+        device, or away from it."""
+        links = self.around.machine.links
+        away, home = LINKS["disk" if self._spec(gathers).home == "disk" else "host"]
+        return max(
+            (1 / links[w].bytes_per_s for w in (home if back else away) if w in links), default=0.0
+        )
+
+    def _apart(self) -> bool:
+        """Whether the links to the device and off it carry at once."""
+        links = self.around.machine.links
+        return {"h2d", "d2h"} <= links.keys() and links["h2d"].lane != links["d2h"].lane
 
     def _away(self, tier: str, room: int) -> OffloadTier:
         """Seconds per byte and room of a tier."""

@@ -29,6 +29,8 @@ class Value:
     maker       index of its op
     may_move    it can be offloaded
     wish        what the user asked for, if anything
+    left        last time at which it takes memory in forward, if it is offloaded, since that is
+                given back between two regions; 0: when it was read last
     """
 
     name: str
@@ -39,6 +41,11 @@ class Value:
     maker: int
     may_move: bool = True
     wish: CheckpointPolicy | None = None
+    left: int = 0
+
+    def gone(self, action: str) -> int:
+        """The last time at which forward holds it, if it is given up so."""
+        return self.read if action == RECOMPUTE else max(self.read, self.left)
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,8 @@ class Problem:
 
     other     bytes live at each time of values that forward does not make
     boundary  time at which backward begins
-    slack_s   seconds for which the links could carry more in forward and in backward, while compute
-              goes on
+    slack_s   seconds for which links could carry more off the device in forward, and to it in
+              backward, while compute goes on
     budget    bytes for values and for the slots of weights and of values read back
     window    lower bound on the part of it for slots; the more, the earlier a fetch may start
     """
@@ -146,23 +153,24 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
     # Each value: while forward needs it, and while backward does, by its action.
     for value, action, want in zip(problem.values, actions, wanted, strict=True):
         if want is None or action != KEEP:
-            _add(held, value.made, value.read, value.nbytes)
+            _add(held, value.made, value.gone(action if want else RECOMPUTE), value.nbytes)
         if want is None:
             continue
         if action == KEEP:
             _add(held, value.made, max(value.read, want[1]), value.nbytes)
         elif action == RECOMPUTE:
-            _add(held, *want, value.nbytes)
+            if not is_passing(value, want):
+                _add(held, *want, value.nbytes)
         else:
             _add(slots, *want, value.nbytes)
             moved[action] = moved.get(action, 0) + value.nbytes
             starts += 2 * problem.tiers[action].start_s
-    # Results that a repeated op makes beside those that are wanted.
-    for number, op in enumerate(problem.makers):
-        if number in repeats:
-            for made in op.makes:
-                if wanted[made] is None or actions[made] != RECOMPUTE:
-                    _add(held, repeats[number], repeats[number], problem.values[made].nbytes)
+    # What ops that run again hold while they do.
+    together: dict[int, list[int]] = {}
+    for number in sorted(repeats):
+        together.setdefault(repeats[number], []).append(number)
+    for at, ops in together.items():
+        _add(held, at, at, passing_bytes(problem, actions, wanted, at, ops))
     # Slots of weights; then sums over time.
     _weights(problem, repeats, slots)
     for curve in (held, slots):
@@ -178,6 +186,56 @@ def answer(problem: Problem, actions: Sequence[str]) -> Answer:
         moved,
         starts + exposed_seconds(problem, moved, again_s),
     )
+
+
+def is_passing(value: Value, want: tuple[int, int]) -> bool:
+    """Whether a value that is recomputed is only read by ops that run again at one time, and dies
+    there behind the last of them."""
+    return not value.readers and want[0] == want[1]
+
+
+def passing_bytes(
+    problem: Problem,
+    actions: Sequence[str],
+    wanted: Sequence[tuple[int, int] | None],
+    at: int,
+    ops: Sequence[int],
+) -> int:
+    """The most bytes that ops hold which run again at time `at`, beyond what is held once the last
+    of them has run.
+
+    They run one after the other, and each value that they make for each other lives from its op to
+    its last reader: of a chain of casts, products and sums few are live at once.
+
+    ops  ascending: those of which `repeats` says `at`
+    """
+    values, makers = problem.values, problem.makers
+    dies: dict[int, list[int]] = {}
+    seen = set[int]()
+    live = most = stays = 0
+    chain = set(ops)
+    for number in reversed(ops):
+        for read in makers[number].reads:
+            want = wanted[read]
+            if read in seen or actions[read] != RECOMPUTE or want is None:
+                continue
+            seen.add(read)
+            if is_passing(values[read], want):
+                dies.setdefault(number, []).append(values[read].nbytes)
+                if values[read].maker not in chain:
+                    live += values[read].nbytes
+    for number in ops:
+        beside = 0
+        for made in makers[number].makes:
+            want, nbytes = wanted[made], values[made].nbytes
+            live += nbytes
+            if want is None or actions[made] != RECOMPUTE or want[0] != at:
+                beside += nbytes
+            elif not is_passing(values[made], want):
+                stays += nbytes
+        most = max(most, live)
+        live -= beside + sum(dies.get(number, ()))
+    return most - stays
 
 
 def _add(curve: list[int], first: int, last: int, nbytes: int) -> None:

@@ -339,6 +339,8 @@ class Search:
             for way in self.ways:
                 if (number, way) in self._refused or not self._may(number, way):
                     continue
+                if at <= value.gone(way):
+                    continue
                 made = self._changes(number, way, at)
                 if made is not None:
                     seconds, gain, changes = made
@@ -380,7 +382,7 @@ class Search:
         added = 0.0
         for rate, slack in (
             ("leave_s", self.problem.slack_s[0]),
-            ("back_s", self.problem.slack_s[1] + self.now.curves().again_s),
+            ("back_s", self.problem.slack_s[1] + self.now.again_s),
         ):
             now, then = (
                 sum(n * float(getattr(tiers[tier], rate)) for tier, n in each.items())
@@ -588,6 +590,9 @@ WINDOWS = (1.0, 1.5, 2.0, 4.0)
 RESTING = (0.5, 1.0, 2.0, 4.0)
 """Further windows: twice the smallest, and room for so many times all parameters: 2 with their
 gradients, 4 with two states of each as well, or with values read back."""
+UPDATED = 3
+"""Bytes that an update writes, per byte of its weight: that, and two states, as Adam's. Which
+optimizer it will be is not known when activations are chosen."""
 STREAMED_S = 0.5e-3
 """Seconds of the host for a parameter that is fetched twice and whose gradient is sent: the order
 of what it takes on two cores. The same everywhere, so that a plan does not depend on the hour it
@@ -596,22 +601,50 @@ was made in."""
 
 @dataclass(frozen=True)
 class StreamingLoad:
-    """Transfers of weights and gradients in forward and backward.
+    """Transfers of weights, gradients and states in forward and backward.
 
     compute_s  seconds of compute in each
     weights_s  seconds that links are busy in each, if no weights rest on the device
     nbytes     of all weights
     count      of weights whose transfers the host starts in compute's stead
+    updates_s  seconds that links to the device and off it are busy with updates in forward, beside
+               its weights, if nothing rests on the device
+    apart      links to the device and off it carry at once
     """
 
     compute_s: tuple[float, float]
     weights_s: tuple[float, float]
     nbytes: int
     count: int = 0
+    updates_s: tuple[float, float] = (0.0, 0.0)
+    apart: bool = False
+
+    def streamed(self, room: int) -> float:
+        """The part of the weights that streams, where so many bytes may rest on the device: they
+        rest with their gradients."""
+        return 1 - min(1.0, room / max(1, 2 * self.nbytes))
+
+    def links_s(self, phase: int, room: int) -> tuple[float, float]:
+        """Seconds that links to the device and off it are busy in a phase, where so many bytes may
+        rest there."""
+        weights_s = self.weights_s[phase] * self.streamed(room)
+        if phase:
+            return weights_s, 0.0
+        moving = 1 - min(1.0, room / max(1, UPDATED * self.nbytes))
+        return weights_s + self.updates_s[0] * moving, self.updates_s[1] * moving
+
+    def slack_s(self, room: int) -> tuple[float, float]:
+        """As in `Problem`, where so many bytes may rest on the device."""
+        ahead, off = self.links_s(0, room)
+        back, _ = self.links_s(1, room)
+        forward = off if self.apart else ahead + off
+        return self.compute_s[0] - forward, self.compute_s[1] - back
 
 
 def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin: int = 0) -> Choice:
     """The fastest answer to `problem` over several windows.
+
+    What the links can carry beside comes from `streams`: the more rests in the window, the more.
 
     margin  bytes of the budget to leave free
     """
@@ -626,15 +659,22 @@ def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin:
             *(2 * least + int(streams.nbytes * part) for part in RESTING),
         }
     )
+
+    def chosen(window: int, quickly: bool = False) -> Choice:
+        slack_s = streams.slack_s(max(0, window - 2 * least))
+        return choose(replace(problem, window=window, slack_s=slack_s), ways, quickly=quickly)
+
     best: tuple[bool, float, int] | None = None
+    made: Choice | None = None
     for window in windows:
-        made = choose(replace(problem, window=window), ways, quickly=True)
+        if made is None or window > max(made.answer.slots, default=0):
+            made = chosen(window, quickly=True)
         took = (not made.fits, seconds(problem, streams, made), window)
         best = took if best is None else min(best, took)
         if not made.fits:
             break  # a larger window leaves less for values
     assert best is not None, "at least the smallest window is tried"
-    return choose(replace(problem, window=best[2]), ways)
+    return chosen(best[2])
 
 
 def seconds(problem: Problem, streams: StreamingLoad, made: Choice) -> float:
@@ -648,13 +688,15 @@ def seconds(problem: Problem, streams: StreamingLoad, made: Choice) -> float:
     least = max(1, max(found.slots, default=0))
     window = problem.budget - max(found.held, default=0)
     ahead = min(1.0, max(0.0, window / least - 1))
-    resting = min(1.0, max(0, window - 2 * least) / max(1, 2 * streams.nbytes))
-    total = STREAMED_S * streams.count * (1 - resting)
+    room = max(0, window - 2 * least)
+    total = STREAMED_S * streams.count * streams.streamed(room)
     for phase in (0, 1):
         compute = streams.compute_s[phase] + (found.again_s if phase else 0.0)
-        links = streams.weights_s[phase] * (1 - resting)
+        to, off = streams.links_s(phase, room)
         for tier, nbytes in found.moved.items():
             away = problem.tiers[tier]
-            links += nbytes * (away.back_s if phase else away.leave_s)
-        total += max(compute, links) + (1 - ahead) * min(compute, links) + BUSY * links
+            to += nbytes * away.back_s if phase else 0.0
+            off += 0.0 if phase else nbytes * away.leave_s
+        links = max(to, off) if streams.apart else to + off
+        total += max(compute, links) + (1 - ahead) * min(compute, links) + BUSY * (to + off)
     return total

@@ -42,7 +42,8 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 
 # pytest listens to every logger that does not propagate, and torch writes its structured trace,
 # with each graph as text, as soon as anybody listens: a twentieth of the time of tests.
-torch._logging._internal.trace_log.propagate = True
+torch._logging._internal.trace_log.handlers.clear()
+torch._logging._internal.trace_log.addHandler = lambda handler: None
 
 # A process of tests keeps many modules alive; looking at them all for garbage every few thousand
 # objects is a twelfth of its time. What a test wants collected it collects.

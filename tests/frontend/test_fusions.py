@@ -293,6 +293,7 @@ def nn_gelu():
     return nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32))
 
 
+@pytest.mark.slow
 def test_an_interrupt_is_delivered_when_inductor_has_ended(monkeypatch):
     """Its thread has torch's settings changed, and would go on without anybody."""
     compile_by_inductor = fusions.compile_by_inductor
@@ -378,6 +379,7 @@ print("trains", model[0].weight.grad is not None)
 """
 
 
+@pytest.mark.slow
 def test_without_a_compiler_all_else_works_and_the_error_says_what_to_install(tmp_path):
     """In a process that finds no program at all."""
     environment = {**os.environ, "PATH": str(tmp_path), "ZINF_PROGRESS": "0"}

@@ -254,7 +254,8 @@ def test_a_small_model_holds_what_is_counted(name, monkeypatch):
         walked_twice(twins(Lost(model)), found, *inputs)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, "gpt2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_a_model_from_transformers_holds_what_is_counted(name, monkeypatch):
     torch.manual_seed(0)
     model = Lost(CASES[name].build().train())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from planned_runs import WEIGHT_BYTES, adamw, gpt, loss_of, made_on, same, values
+from sampled import sampled
 from staying_runs import (
     STEPS,
     begun,
@@ -28,7 +29,7 @@ from zcompile.planner import step_plan
 from zcompile.planner.step_plan import stay_and_scratch
 
 
-@pytest.mark.parametrize("share", [8, 1, 0.5])
+@pytest.mark.parametrize("share", sampled([8, 1, 0.5], 1))
 def test_a_step_moves_no_gradient_and_takes_what_was_predicted(share):
     budget = held_bytes() + int(share * WEIGHT_BYTES)
     model, compiled, optimizer = begun(budget, 4)

@@ -252,8 +252,7 @@ def chosen(spots, name, kind):
     too."""
     found = [spot for spot in spots if spot[0] == name]
     found = [spot for spot in found if spot[1].endswith(".tier")] or found
-    ends = (found[0], found[-1]) if kind == "durable" else found[-1:]
-    return dict.fromkeys(ends) if found else ()
+    return dict.fromkeys([*(found[:1] if kind == "durable" else ()), *found[-1:]])
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS.keys() - CHECKPOINTS_ONLY))

@@ -132,10 +132,10 @@ class Training:
     def values(self) -> list[Tensor]:
         return planned_runs.values(self.model)
 
-    def noted_steps(self) -> None:
+    def noted_steps(self, count: int = 1) -> None:
         """Steps of which accesses are noted, until nothing of them is in flight."""
         self.begin_anew()
-        self.steps(self.mode.steps)
+        self.steps(count)
         self.rest()
 
     def rest(self) -> None:

@@ -114,7 +114,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 CudaDevice,
                 "join",
-                "_CUDA.current_stream(self.torch_device).wait_event(event)",
+                "self.compute_stream().wait_event(event)",
                 "pass",
             ),
         ),
@@ -151,7 +151,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 CudaDevice,
                 "mark",
-                "_CUDA.current_stream(self.torch_device)",
+                "self.compute_stream()",
                 "self._streams['h2d']",
             ),
         ),
@@ -235,10 +235,6 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             ),
         ),
     ),
-    "a transfer of what is on disk follows the reads of its memory, and not their way home": (
-        "disk",
-        (Edit(Transfer, "home_mark", " and self.place.tier.in_memory", ""),),
-    ),
     "memory that compute made is let go of when its copy is enqueued": (
         "streaming",
         (
@@ -290,6 +286,10 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
 """What is broken -> the mode in which it is looked for, and the edits."""
 
 OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    "a transfer of what is on disk follows the reads of its memory, and not their way home": (
+        "fetch from disk at once",
+        (Edit(Transfer, "home_mark", " and self.place.tier.in_memory", ""),),
+    ),
     "what the host copies comes when it is enqueued, and does not heed marks": (
         "read at once",
         (Edit(TransferQueue, "_follow", "error is None and transfer.heeds_marks", "not error"),),

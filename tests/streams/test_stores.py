@@ -1,15 +1,16 @@
-"""What a store does at once, one thing after the other, over simulated streams: uses that no step of
-training has."""
+"""What a store does at once, one thing after the other, over simulated streams: uses that no
+step of training has."""
 
 import contextlib
 
 import pytest
 import torch
-from streams.cuda import Event
+from streams.cuda import Event, Stream
 from streams.knowledge import simulated
 from streams.mutants import OF_STORES, Edit
 
 from zcompile.config import Config
+from zcompile.errors import Unsupported
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.runtime.store.placement import Tiers
@@ -53,6 +54,14 @@ def read_at_once(store):
     assert store.read_here(entry).eq(1).all()
 
 
+def fetch_from_disk_at_once(store):
+    entry = create(store, "w", "disk")
+    assert entry.home == "disk"
+    put(store, entry)
+    slot = store.arena.slot(SIZE, SIZE)
+    store.fetch(entry, slot).join_compute()
+
+
 def put_from_host_at_once(store):
     entry = create(store, "w")
     put(store, entry)
@@ -75,6 +84,7 @@ def die_at_once(store):
 
 USES = {
     "read at once": read_at_once,
+    "fetch from disk at once": fetch_from_disk_at_once,
     "put from the host at once": put_from_host_at_once,
     "die at once": die_at_once,
 }
@@ -108,6 +118,18 @@ def test_what_is_in_flight_on_dead_entries_takes_no_room(store):
     with Edit(Tiers, "_take", "not self._wait_for_dead(tier)", "True").made():
         _, home = die_at_once(store)
         assert home == "disk"
+
+
+def test_compute_is_on_one_stream(store):
+    entry = create(store, "w")
+    put(store, entry)
+    fetch = store.fetch(entry, store.arena.slot(SIZE, SIZE))
+    mark = store.device.mark()
+    with store.simulation.cuda.stream(Stream(name="another")):
+        for ask in (mark.join_compute, fetch.join_compute, store.device.mark, store.device.stamp):
+            with pytest.raises(Unsupported, match="under the same"):
+                ask()
+    fetch.join_compute()
 
 
 def test_an_error_of_a_copy_reaches_what_came_after_it_on_the_device(store, monkeypatch):

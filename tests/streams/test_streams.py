@@ -21,7 +21,7 @@ def run(request: pytest.FixtureRequest) -> Iterator[Training]:
     """A run of a mode that has come to rest, one for all tests of that mode."""
     with training(request.param) as made:
         made.steps(WARM)
-        made.noted_steps()
+        made.noted_steps(made.mode.steps)
         made.pairs = dict(made.simulation.memory.pairs)
         made.first_waits = made.waits
         yield made

@@ -15,7 +15,7 @@ from torch import Tensor
 from zcompile.runtime.device.pages import clear_bytes
 from zcompile.runtime.tiers.base import Place, Span, TierIO
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, Workers
-from zcompile.runtime.transfer.transfer import Transfer
+from zcompile.runtime.transfer.transfer import SourceRead, Transfer
 
 
 class TransferQueue:
@@ -57,6 +57,8 @@ class TransferQueue:
             elif isinstance(ticket, Promise):  # of ranks
                 gate.hold()
                 ticket.then(gate.drop)
+            else:
+                assert not isinstance(ticket, SourceRead), "who follows a put is given the put"
         gate.drop()
         if gate.done():
             transfer.start(gate.error)

@@ -3,8 +3,8 @@
 A storage counts once, while a register of a call, a transfer, or autograd (for backward) holds it.
 What a region makes and drops inside cannot be seen from here; the schedule says how much that is.
 
-Gradients lie in memory that compute made, outside the arena. Before one is sent home, compute joins the
-oldest of those in flight until the others take no more than the schedule allows
+Gradients lie in memory that compute made, outside the arena. Before one is sent home, compute joins
+the oldest of those in flight until the others take no more than the schedule allows
 (`InFlightGradients`): on CUDA the host does not wait, since what compute makes next comes after
 their copies. When memory comes back does then not depend on how fast a link is, so live bytes can
 be counted before the call (`memory/footprint.py`).
@@ -247,8 +247,9 @@ class InFlightGradients:
         return bool(self._transfers) and self._nbytes + nbytes > most_bytes
 
     def expect(self, nbytes: int, most_bytes: int) -> None:
-        """Let compute join the oldest until `nbytes` more fit into `most_bytes`, and are about to be
-        sent.
+        """Let compute join the oldest until `nbytes` more fit into `most_bytes`.
+
+        Those are about to be sent.
 
         From here to `sent`, whatever `note` is told of is part of them.
         raises  what a transfer that is waited for failed with until it had read; what fails later

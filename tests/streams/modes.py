@@ -35,6 +35,7 @@ class Mode:
     fields   of the config
     looks    is true of a session in which that is really what happens
     batches  micro-batches in a step
+    steps    that accesses are noted in: what one leaves in flight, the next one may meet
     moves    the tier that all activations which may move are moved to
     late     updates are late, narrow: copies in bf16 are kept, wherever they may be
     disk     there is one
@@ -44,6 +45,7 @@ class Mode:
     fields: dict[str, Any]
     looks: Callable[[Session], bool]
     batches: int = 1
+    steps: int = 1
     moves: str | None = None
     late: bool = False
     narrow: bool = False
@@ -83,6 +85,7 @@ MODES = {
         {"device_memory": Bytes(160 * KiB), "host_memory": LITTLE_HOST, "residency": False},
         lambda s: _homes(s) == {"host", "disk"},
         batches=2,
+        steps=2,
         disk=True,
         by_host=True,
     ),
@@ -102,7 +105,7 @@ class Training:
     """A model that trains, step by step.
 
     waits        of the main thread in the last step, by who waited
-    first_waits  in the first step of which accesses were noted; pairs: what was found in it
+    first_waits  in the first steps of which accesses were noted; pairs: what was found in them
     """
 
     name: str
@@ -128,6 +131,12 @@ class Training:
 
     def values(self) -> list[Tensor]:
         return planned_runs.values(self.model)
+
+    def noted_steps(self, count: int = 1) -> None:
+        """Steps of which accesses are noted, until nothing of them is in flight."""
+        self.begin_anew()
+        self.steps(count)
+        self.rest()
 
     def rest(self) -> None:
         """Let all that is in flight end."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.foresight import Foresight
@@ -113,7 +114,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 CudaDevice,
                 "join",
-                "_CUDA.current_stream(self.torch_device).wait_event(event)",
+                "self.compute_stream().wait_event(event)",
                 "pass",
             ),
         ),
@@ -150,7 +151,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 CudaDevice,
                 "mark",
-                "_CUDA.current_stream(self.torch_device)",
+                "self.compute_stream()",
                 "self._streams['h2d']",
             ),
         ),
@@ -265,6 +266,10 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             ),
         ),
     ),
+    "a fetch between resting entries does not wait for the last reader of its slot": (
+        "part on the device",
+        (Edit(_Call, "_start", "[self.begun, *self._after(fetch.after)]", "[self.begun]"),),
+    ),
     "compute does not wait for what it fetches beside what rests": (
         "part on the device",
         (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),
@@ -279,6 +284,34 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     ),
 }
 """What is broken -> the mode in which it is looked for, and the edits."""
+
+OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    "a transfer of what is on disk follows the reads of its memory, and not their way home": (
+        "fetch from disk at once",
+        (Edit(Transfer, "home_mark", " and self.place.tier.in_memory", ""),),
+    ),
+    "what the host copies comes when it is enqueued, and does not heed marks": (
+        "read at once",
+        (Edit(TransferQueue, "_follow", "error is None and transfer.heeds_marks", "not error"),),
+    ),
+    "a copy on the host does not wait for its marks": (
+        "put from the host at once",
+        (Edit(cuda, "_copy_on_host", "mark.wait()", "pass"),),
+    ),
+    "an extent is given back while transfers are on it": (
+        "die at once",
+        (
+            Edit(TransferQueue, "free", "idle = not place.in_flight", "idle = True"),
+            Edit(
+                TransferQueue,
+                "_finished",
+                "free = place.freed and not place.in_flight",
+                "free = False",
+            ),
+        ),
+    ),
+}
+"""What is broken -> the use of a store in which it is looked for (`test_stores`), and the edits."""
 
 EQUIVALENT: dict[str, tuple[str, tuple[Edit, ...]]] = {
     # What is put to the device is moved by compute, and came from compute: one stream.

@@ -3,10 +3,11 @@
 A storage counts once, while a register of a call, a transfer, or autograd (for backward) holds it.
 What a region makes and drops inside cannot be seen from here; the schedule says how much that is.
 
-Gradients lie in memory that compute made, outside the arena. Before one is sent home, the oldest of
-those in flight are waited for until all of them take no more than the schedule allows
-(`InFlightGradients`). When memory comes back does then not depend on how fast a link is, so live
-bytes can be counted before the call (`memory/footprint.py`).
+Gradients lie in memory that compute made, outside the arena. Before one is sent home, compute joins
+the oldest of those in flight until the others take no more than the schedule allows
+(`InFlightGradients`): on CUDA the host does not wait, since what compute makes next comes after
+their copies. When memory comes back does then not depend on how fast a link is, so live bytes can
+be counted before the call (`memory/footprint.py`).
 
 A put that ends a schedule reads its slot while the next schedule already begins. Within one
 schedule the `after` of a fetch says what to wait for; between schedules `PendingReads` does: a
@@ -231,7 +232,7 @@ class _InFlight(NamedTuple):
 class InFlightGradients:
     """The gradients in flight to their home tiers, oldest first.
 
-    waited_s  seconds that were waited for them, in all
+    waited_s  seconds that the host waited for them, in all
     """
 
     def __init__(self, live_memory: LiveMemory) -> None:
@@ -242,18 +243,20 @@ class InFlightGradients:
         self._sent: list[_Sent] | None = None
 
     def exceeds(self, nbytes: int, most_bytes: int) -> bool:
-        """Whether some must be waited for before `nbytes` more may be sent."""
+        """Whether compute must join some before `nbytes` more may be sent."""
         return bool(self._transfers) and self._nbytes + nbytes > most_bytes
 
     def expect(self, nbytes: int, most_bytes: int) -> None:
-        """Wait for the oldest until `nbytes` more fit into `most_bytes`, and are about to be sent.
+        """Let compute join the oldest until `nbytes` more fit into `most_bytes`.
+
+        Those are about to be sent.
 
         From here to `sent`, whatever `note` is told of is part of them.
         raises  what a transfer that is waited for failed with until it had read; what fails later
                 is raised by the next use of its entry, and by `drain`
         """
         while self.exceeds(nbytes, most_bytes):
-            self._wait_for_oldest()
+            self._join_oldest()
         self._sent = []
 
     def note(self, source: Tensor | LiveStorage, ticket: Ticket) -> None:
@@ -275,9 +278,12 @@ class InFlightGradients:
         self._nbytes += nbytes
 
     def wait_down_to(self, most_bytes: int = 0) -> None:
-        """Wait until at most `most_bytes` are in flight. raises  what a transfer failed with"""
+        """Let compute join the oldest until at most `most_bytes` are in flight.
+
+        raises  what a transfer failed with
+        """
         while self._transfers and (self._nbytes > most_bytes or not most_bytes):
-            self._wait_for_oldest()
+            self._join_oldest()
 
     def abandon(self) -> None:
         """After an error: drop all without waiting."""
@@ -285,7 +291,7 @@ class InFlightGradients:
         self._transfers.clear()
         self._nbytes, self._sent = 0, None
 
-    def _wait_for_oldest(self) -> None:
+    def _join_oldest(self) -> None:
         transfer = self._transfers.popleft()
         self._nbytes -= transfer.nbytes
         self._live_memory.exchange([transfer.rows], ())

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.errors import ConfigInvalid, DeviceTooSmall
+from zcompile.errors import ConfigInvalid, DeviceTooSmall, Unsupported
 from zcompile.ir.ties import Watch
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
@@ -26,7 +26,11 @@ _CUDA: Any = torch.cuda
 
 
 class CudaDevice:
-    """A `Device` on CUDA."""
+    """A `Device` on CUDA.
+
+    All compute is on the stream that is current when compute is asked for first, or waits for
+    something: memory goes back to it when it waits for the copies, and to no other.
+    """
 
     reaches_host = False
     chunk_bytes = 32 * MiB
@@ -43,6 +47,7 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._meter = meter
         self._streams = {link: _CUDA.Stream(self.torch_device) for link in ("h2d", "d2h")}
+        self._compute: Any = None
         self._locks = {link: threading.Lock() for link in self._streams}
         workers = start_workers({of: f"zinf-{of}" for of in ("h2d", "d2h", "host")}, 1, crashed)
         self._host = workers.pop("host")
@@ -86,8 +91,8 @@ class CudaDevice:
 
     def mark(self) -> Ticket:
         event = _CUDA.Event(blocking=True)
-        event.record(_CUDA.current_stream(self.torch_device))
-        return Mark(event, self.torch_device)
+        event.record(self.compute_stream())
+        return Mark(event, self)
 
     def copy(
         self,
@@ -119,14 +124,29 @@ class CudaDevice:
 
     def join(self, event: object) -> None:
         if event is not None:
-            _CUDA.current_stream(self.torch_device).wait_event(event)
+            self.compute_stream().wait_event(event)
 
     def mark_of(self, event: object) -> Ticket | None:
-        return None if event is None else Mark(event, self.torch_device)
+        return None if event is None else Mark(event, self)
+
+    def compute_stream(self) -> Any:
+        """The current stream of this thread, which is that of all compute. raises Unsupported"""
+        stream = _CUDA.current_stream(self.torch_device)
+        if self._compute is None:
+            self._compute = stream
+        elif stream != self._compute:
+            raise Unsupported(
+                f"tensors that are elsewhere were used on {stream} of {self.torch_device}, and "
+                f"before on {self._compute}: copies are ordered with one stream of compute alone, "
+                "so memory could be given to others while it is read",
+                "offload the model, run forward, backward and the optimizer under the same "
+                "torch.cuda.stream(...), or under none",
+            )
+        return stream
 
     def stamp(self) -> Stamp:
         event = _CUDA.Event(enable_timing=True, blocking=True)
-        event.record(_CUDA.current_stream(self.torch_device))
+        event.record(self.compute_stream())
         return CudaStamp(event)
 
     def close(self) -> None:
@@ -197,7 +217,7 @@ class Mark:
     """A ticket that is complete once a stream has passed `event`."""
 
     event: Any
-    device: torch.device
+    device: CudaDevice
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -206,7 +226,7 @@ class Mark:
         self.event.synchronize()
 
     def join_compute(self) -> None:
-        _CUDA.current_stream(self.device).wait_event(self.event)
+        self.device.compute_stream().wait_event(self.event)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ neither written to disk nor read back, and it comes anew in every step. Once a w
 planned, a gradient goes where that plan wants it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zcompile.errors import TierFull
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef
@@ -19,14 +19,26 @@ STATES = 2
 
 
 class Tiers:
-    """The tiers of a store, host first. Called by one thread at a time."""
+    """The tiers of a store, host first. Called by one thread at a time.
 
-    def __init__(self, tiers: Sequence[TierIO], device: DeviceTier, meter: Meter) -> None:
+    wait_for_dead  waits until the extents of a tier are back that entries had which are dead, but
+                   on which transfers are in flight; returns whether there were any
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[TierIO],
+        device: DeviceTier,
+        meter: Meter,
+        wait_for_dead: Callable[[TierIO], bool],
+    ) -> None:
         self._tiers = tiers
+        self._wait_for_dead = wait_for_dead
         self.device, self.held = device, HeldTier()
         self._meter = meter
         self._wanted: Mapping[EntryRef, str] = {}
         self._weight_bytes = self._kept_bytes = self._gradient_bytes = 0
+        self._host_bytes = 0
         self._grows = False
 
     def foresee(self, weights: int, trained: int, more_to_come: bool = False) -> None:
@@ -60,7 +72,7 @@ class Tiers:
         wanted = tier if ref is None else self._wanted.get(ref)
         for home in sorted(self._order(kind, nbytes), key=lambda home: home.name != wanted):
             try:
-                extent = home.reserve(nbytes, name)
+                extent = self._take(home, nbytes, name)
             except TierFull:
                 continue
             self._account(home, kind, extent, 1)
@@ -121,7 +133,7 @@ class Tiers:
             place.rest(self.device, self.device.take_reserved(ref))
         else:
             try:
-                extent = tiers[home].reserve(place.nbytes, place.name)
+                extent = self._take(tiers[home], place.nbytes, place.name)
             except (KeyError, TierFull):
                 return None
             place.rest(tiers[home], extent)
@@ -144,12 +156,27 @@ class Tiers:
             place.rest(host, extent)
         return True
 
+    def _take(self, tier: TierIO, nbytes: int, name: str) -> Extent:
+        """An extent of a tier, as `TierIO.reserve`: dead entries on which transfers are in flight
+        take no room from it, it is waited for.
+
+        raises  TierFull, if there is no room without them either
+        """
+        while True:
+            try:
+                return tier.reserve(nbytes, name)
+            except TierFull:
+                if not self._wait_for_dead(tier):
+                    raise
+
     def _order(self, kind: EntryKind, nbytes: int) -> Sequence[TierIO]:
         """The tiers in the order in which an entry is offered to them."""
         host, *others = self._tiers
-        _, used, capacity = host.usage()
+        capacity = host.usage()[2]
         kept = max(0, self._kept_bytes - self._gradient_bytes)
-        if kind is EntryKind.GRAD or nbytes <= SMALL_BYTES or used + nbytes + kept <= capacity:
+        # What is dead does not count: how long it is in flight yet is luck.
+        needed = self._host_bytes + nbytes + kept
+        if kind is EntryKind.GRAD or nbytes <= SMALL_BYTES or needed <= capacity:
             return self._tiers
         return (*others, host)
 
@@ -160,5 +187,6 @@ class Tiers:
         on_host = tier.name == "host"
         planned: Gauge = self._meter.planned_host if on_host else self._meter.planned_disk
         planned.change(sign * extent.nbytes)
+        self._host_bytes += sign * extent.nbytes * on_host
         if on_host and kind is EntryKind.GRAD:
             self._gradient_bytes += sign * extent.nbytes

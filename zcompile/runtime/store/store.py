@@ -411,7 +411,9 @@ class Store:
         self._mover = resources.mover
         self.durable = resources.durable
         self.system = resources.system
-        self.homes = Tiers(resources.tiers, DeviceTier(self.arena), self.meter)
+        self.homes = Tiers(
+            resources.tiers, DeviceTier(self.arena), self.meter, self._mover.wait_for_dead
+        )
         self._backlog = Backlog(resources.backlog_bytes)
         self._entries: dict[int, Entry] = {}
         self._dead = Dead()

@@ -13,9 +13,9 @@ from functools import partial
 from torch import Tensor
 
 from zcompile.runtime.device.pages import clear_bytes
-from zcompile.runtime.tiers.base import Place, Span
+from zcompile.runtime.tiers.base import Place, Span, TierIO
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, Workers
-from zcompile.runtime.transfer.transfer import Transfer
+from zcompile.runtime.transfer.transfer import SourceRead, Transfer
 
 
 class TransferQueue:
@@ -26,7 +26,8 @@ class TransferQueue:
         """The first error that a transfer failed with."""
         self.closed: BaseException | None = None
         self._starter = Workers("zinf-start", 1, self.abandon)
-        self._in_flight: set[Transfer] = set()
+        self._in_flight: dict[Transfer, None] = {}
+        """The oldest first."""
         self._lock = threading.RLock()
 
     def submit(self, transfer: Transfer, after: Sequence[Ticket]) -> None:
@@ -43,7 +44,7 @@ class TransferQueue:
             blockers = place.blockers(transfer)
             transfer.prepare()
             place.in_flight.append(transfer)
-            self._in_flight.add(transfer)
+            self._in_flight[transfer] = None
         transfer.home.then(partial(self._finished, transfer))
         # Others on these bytes must be home first; those in `after` must have freed their memory.
         # Where the device's own streams can see to that, it is enough that they are enqueued.
@@ -56,6 +57,8 @@ class TransferQueue:
             elif isinstance(ticket, Promise):  # of ranks
                 gate.hold()
                 ticket.then(gate.drop)
+            else:
+                assert not isinstance(ticket, SourceRead), "who follows a put is given the put"
         gate.drop()
         if gate.done():
             transfer.start(gate.error)
@@ -70,12 +73,18 @@ class TransferQueue:
         mark: Callable[[], Ticket | None],
         over: Promise,
     ) -> None:
-        """Let `transfer` come after `before`: after a mark of the device, or when it is `over`."""
+        """Let `transfer` come after `before`: after a mark of the device, or when it is `over`.
+
+        What went wrong before is its error too. Where it need not wait for that to begin, it is
+        home only when it knows.
+        """
 
         def enqueued(error: BaseException | None) -> None:
             found = mark() if error is None and transfer.heeds_marks else None
             if found is not None:
                 transfer.follow(found)
+                transfer.home.hold()
+                over.then(transfer.home.drop)
                 gate.drop()
             else:
                 over.then(gate.drop)
@@ -142,6 +151,18 @@ class TransferQueue:
         if idle:
             place.tier.release(place.extent)
 
+    def wait_for_dead(self, tier: TierIO) -> bool:
+        """Wait until the extents of `tier` are back that dead entries had; False, if all are.
+
+        For all of them: who took the first holes while others are to come would cut them up.
+        """
+        with self._lock:
+            in_flight = list(self._in_flight)
+        found = [t for t in in_flight if t.place.freed and t.place.tier is tier]
+        for transfer in found:
+            transfer.home.wait_finished()
+        return bool(found)
+
     def wait_for_memory(self) -> None:
         """Wait until no transfer that is in flight now touches its memory any more."""
         with self._lock:
@@ -187,7 +208,7 @@ class TransferQueue:
         """A transfer has ended: note its error, and free the extent if its entry is dead."""
         place = transfer.place
         with self._lock:
-            self._in_flight.discard(transfer)
+            self._in_flight.pop(transfer, None)
             place.in_flight.remove(transfer)
             if error is not None:
                 place.error = place.error or error

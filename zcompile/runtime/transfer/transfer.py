@@ -6,10 +6,11 @@
             memory -> half a buffer; home on the host += that half
 
 A transfer is cut into parts, each of which lands by itself; three countdowns tell how far all of
-them are. A transfer holds nothing until all that it follows is complete, so what is in flight
-always ends. Chunks pass the staging ring each on its own: while one is copied to the device the
-next is read. Where system calls can reach the memory and it lies on granules of the tier, disk and
-memory exchange bytes without the ring. The sum of an add is formed on the host.
+them are. A transfer holds nothing until all that it follows is complete, or enqueued on the device
+and complete without anybody else; so what is in flight always ends. Chunks pass the staging ring
+each on its own: while one is copied to the device the next is read. Where system calls can reach
+the memory and it lies on granules of the tier, disk and memory exchange bytes without the ring. The
+sum of an add is formed on the host.
 """
 
 from abc import ABC, abstractmethod
@@ -150,7 +151,8 @@ class Transfer(ABC):
             self.place.written.add(self.begin, self.end)
 
     def start(self, error: BaseException | None) -> None:
-        """Begin: all that this transfer follows is complete, or `error` says what failed there."""
+        """Begin: all that this transfer follows is complete, or enqueued and a mark of its own
+        (`follow`), or `error` says what failed there."""
         if error is not None:
             self.fail(error)
             return
@@ -188,7 +190,8 @@ class Transfer(ABC):
 
     @abstractmethod
     def _issue(self) -> None:
-        """Cut the transfer into parts and start them; all that it follows is complete."""
+        """Cut the transfer into parts and start them; what it follows is complete once `marks`
+        are."""
 
     @abstractmethod
     def _chunk(self, begin: int, end: int, buffer: Buffer) -> None:
@@ -228,8 +231,11 @@ class Transfer(ABC):
         ring, or None.
 
         That takes whole granules at an address that is a multiple of them; the last may reach into
-        padding.
+        padding. Marks of the device hold no system call up: where there are some, the device, or
+        the host once it has waited for them, copies through the ring.
         """
+        if self.marks:
+            return None
         memory, granule = self.part(begin, end), self.place.tier.granule
         if not (memory.is_cpu and self.context.device.can_bypass_staging(self.direction)):
             return None
@@ -255,7 +261,7 @@ class Transfer(ABC):
 
 
 @dataclass(frozen=True)
-class _SourceRead:
+class SourceRead:
     """A ticket that is complete once nothing reads the source of a put any more."""
 
     transfer: Transfer
@@ -273,7 +279,7 @@ class _SourceRead:
 def source_released(ticket: Ticket) -> Ticket:
     """A ticket that is complete once nothing reads the source of a put any more, home by then or
     not. When compute has joined it, the memory is compute's again, if nobody else holds it."""
-    return _SourceRead(ticket) if isinstance(ticket, Transfer) else ticket
+    return SourceRead(ticket) if isinstance(ticket, Transfer) else ticket
 
 
 # --- Home to memory ---

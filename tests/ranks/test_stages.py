@@ -262,6 +262,46 @@ def test_two_graphs_and_other_lengths_read_what_is_kept(pool):
     assert pool.run(in_pieces, 2) == [(state, (2, True))] * 2
 
 
+def with_aux(self, ids, wanted):
+    """The forward of `Words`, with a second head as long as there is one."""
+    x = self.table(ids)
+    for block in self.blocks:
+        x = block(x)
+    x = self.norm(x)
+    found = F.cross_entropy(self.head(x).flatten(0, 1), wanted.flatten())
+    if self.aux is None:
+        return found
+    return found + F.cross_entropy(self.aux(x).flatten(0, 1), wanted.flatten())
+
+
+def losing_a_head(mesh, fields):
+    """The state of a model that has lost a head before the first plan, and the stage in force."""
+    torch.manual_seed(1)
+    model = words()
+    model.aux = torch.nn.Linear(96, 200, bias=False)
+    model.forward = with_aux.__get__(model)
+    rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    if mesh is not None:
+        zcompile.offload(model, mesh=mesh, **fields)
+    run = model if mesh is None else torch.compile(model, backend="zinf")
+    optimizer = adamw(model.parameters())
+    train(model, run, optimizer, rank, ranks, steps=range(2))
+    model.aux = optimizer = None
+    torch._dynamo.reset()
+    optimizer = adamw(model.parameters())
+    train(model, run, optimizer, rank, ranks, steps=range(2, 2 + PLANNED))
+    stage = None if mesh is None else zcompile.stats(model)["plan"]["stage"]
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, stage
+
+
+def test_a_weight_that_is_gone_before_the_first_plan_is_not_kept(pool):
+    state, _ = losing_a_head(None, None)
+    assert pool.run(losing_a_head, 2, {**ROOMY, "stage": 2}) == [(state, 2)] * 2
+
+
 @contextmanager
 def patched(pays):
     with pytest.MonkeyPatch.context() as patch:

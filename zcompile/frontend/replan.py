@@ -159,15 +159,18 @@ class StepController(Rescheduling):
     # What happens.
 
     def step_ended(self, step: StepTrace) -> None:
-        """Take note of a recorded step. It is an event, but for the first ones, and after the last
-        plan that a run may have."""
+        """Take note of a recorded step. It is an event, but for the first ones, for one of which
+        every call used something that is gone by now, and after the last plan that a run may
+        have."""
         self._seen += 1
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
-        self._last = step
+        self._last = self._of_alive(step)
         if self.plan is not None and self._wholes.step_ended(self.plan):
             self.handle(Event.OTHERS_KEEP_OTHERWISE)
-        known = lasting(step) <= self._base.facts.keys()
+        if not self._last.calls:
+            return
+        known = lasting(self._last) <= self._base.facts.keys()
         self.handle(Event.SAME_STEP if known else Event.NEW_STEP)
 
     def arena_resizes(self) -> None:
@@ -235,9 +238,7 @@ class StepController(Rescheduling):
 
     def _plan_anew(self) -> bool:
         """Plan the steps seen so far, together with the last one, and put the plan into force."""
-        alive = {entry.ref for entry in self.session.entries()}
-        last = without_copies(self._last)
-        self._base = joined(without_dead_entries(self._base, alive), last)
+        self._base = joined(self._of_alive(self._base), without_copies(self._last))
         if (plan := self._try()) is not None:
             self.apply(plan)
         self._plans += 1
@@ -256,6 +257,10 @@ class StepController(Rescheduling):
         if plan is None or self._seen < self._next_review:
             return False
         self._next_review = self._seen * REVIEW
+        base = self._of_alive(self._base)
+        if not base.calls:
+            return False
+        self._base = base
         began = perf_counter()
         now_s = step_seconds(plan.step, self.costs(), plan.placement.homes)
         other = self._try()
@@ -301,6 +306,11 @@ class StepController(Rescheduling):
         return True
 
     # Plans.
+
+    def _of_alive(self, step: StepTrace) -> StepTrace:
+        """A recorded step without the calls that used what is gone by now."""
+        alive = {entry.ref for entry in self.session.entries()}
+        return step if lasting(step) <= alive else without_dead_entries(step, alive)
 
     def _try(self) -> StepPlan | None:
         """A plan for `_base`; without one training goes on as before."""
@@ -431,14 +441,18 @@ class StepController(Rescheduling):
         made: dict[EntryRef, str] = {}
         try:
             for ref in plan.wholes:
-                fact, entry = plan.step.facts[ref.copy], entries[ref]
+                fact, entry = plan.step.facts[ref.copy], entries.get(ref)
+                if entry is None:
+                    continue  # it has gone since: no call reads it any more
                 whole = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
                 entry.keep_whole(whole)
                 if not whole.on_device:
                     raise TierFull(fact.name, fact.nbytes, [session.homes.device.usage()])
                 made[ref.copy] = whole.home
             for ref, dtype in copied(plan).items():
-                fact, entry = plan.step.facts[ref], entries[ref.owner]
+                fact, entry = plan.step.facts[ref], entries.get(ref.owner)
+                if entry is None:
+                    continue
                 copy = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
                 entry.keep_copy(dtype, copy)
                 made[ref] = copy.home

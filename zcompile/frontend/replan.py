@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported, ZinfError
+from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.kept_wholes import KeptWholes
 from zcompile.frontend.rescheduling import Rescheduling
@@ -318,15 +318,9 @@ class StepController(Rescheduling):
             return self.planned(self._base)
         except (BudgetExceeded, Unsupported, DiskUnusable) as error:
             if self._wholes.is_forced:  # to go on would not be what was asked for
-                raise self._told(error) from None
+                raise
             log.warning("a whole step could not be planned, so entries stay: %s", error)
             return None
-
-    def _told(self, error: ZinfError) -> ZinfError:
-        """The error, of which the other ranks were told."""
-        if self.session.fabric is not None:
-            self.session.fabric.failed_here(error)
-        return error
 
     def prediction(self) -> dict[str, Any] | None:
         """Times of a step under the plan, at costs of a few steps ago at most, with bound and
@@ -460,7 +454,7 @@ class StepController(Rescheduling):
             log.info("no copies of weights are kept: %s", error)
             self._drop_copies()
             if self._wholes.is_forced:
-                raise self._told(error) from None
+                raise
             self._may_be_narrow = False
             self._wholes.no_room()
             return None

@@ -1,6 +1,7 @@
 """ZeRO's stages: what all ranks keep whole changes what crosses between them, and no bit."""
 
 import functools
+import logging
 from contextlib import contextmanager
 
 import pytest
@@ -216,7 +217,7 @@ def trained(mesh, fields, clip, kinds, pays=None, no_room=False):
     with patched(pays if pays is None else pays[rank]):
         for step in range(PLANNED + 4):
             if no_room and rank and not step:
-                session_behind(model).controller._wholes.no_room()
+                session_behind(model).controller._wholes.give_up("a test")
             train(model, run, optimizer, rank, ranks, clip, steps=range(step, step + 1))
     plan, stats = plan_in_force(session_behind(model)), zcompile.stats(model)
     kept = sorted(plan.step.facts[ref].name for ref in plan.wholes)
@@ -300,6 +301,51 @@ def losing_a_head(mesh, fields):
 def test_a_weight_that_is_gone_before_the_first_plan_is_not_kept(pool):
     state, _ = losing_a_head(None, None)
     assert pool.run(losing_a_head, 2, {**ROOMY, "stage": 2}) == [(state, 2)] * 2
+
+
+def losing_room(mesh, fields, tokens):
+    """The state of a model of which rank 1 loses the room to keep weights whole, to an evaluation
+    of that many tokens; the stages in force before and at last, and warnings of that."""
+    model, run, rank, ranks = opened(mesh, fields)
+    optimizer = adamw(model.parameters())
+    told = []
+    with warnings_of("zcompile.frontend.kept_wholes") as said:
+        train(model, run, optimizer, rank, ranks, steps=range(PLANNED))
+        told += [zcompile.stats(model)["plan"]["stage"]] if mesh else []
+        with torch.no_grad():
+            run(*(x.repeat(1 + (tokens // 16 - 1) * rank, 1) for x in batch(9, 0)))
+        train(model, run, optimizer, rank, ranks, steps=range(PLANNED, 2 * PLANNED))
+        told += [zcompile.stats(model)["plan"]["stage"]] if mesh else []
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, told, said
+
+
+def test_training_goes_on_where_room_to_keep_weights_is_lost(pool):
+    """Rank 1 has none, warns and keeps none, and the other follows it."""
+    fields = {**ROOMY, "device_memory": "1536KiB", "stage": 2}
+    eager, _, _ = losing_room(None, None, 16)
+    rows = pool.run(losing_room, 2, fields, 640)
+    assert [state for state, _, _ in rows] == [eager] * 2
+    assert [told for _, told, _ in rows] == [[2, 3]] * 2
+    (other,), (own,) = (said for _, _, said in rows)
+    assert "stage=2 was asked for" in own
+    assert "needs" in own
+    assert "another rank has no room" in other
+
+
+@contextmanager
+def warnings_of(name):
+    """The warnings that this logger gives meanwhile."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
-from zcompile.planner.whole_step import NO_WHOLES
 from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
@@ -60,7 +59,8 @@ MOST_RECLAIMS = 4
 """After so many, what needs the room has it for good."""
 MOST_PLANS = 8
 """Most plans of a run: after so many its steps have nothing in common that is worth another."""
-
+NOT_PLANNED = (BudgetExceeded, Unsupported, DiskUnusable)
+"""Errors after which a step has no plan, and nothing was changed."""
 
 PLACES = {"device": "the device", "host": "the host", "disk": "disk"}
 """Tiers, for people."""
@@ -263,8 +263,12 @@ class StepController(Rescheduling):
         self._base = base
         began = perf_counter()
         now_s = step_seconds(plan.step, self.costs(), plan.placement.homes)
-        other = self._try()
-        if other is None or not replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
+        try:
+            other = self.planned(base)
+        except NOT_PLANNED as error:
+            log.info("a step could not be planned anew, so the plan stays: %s", error)
+            return False
+        if not replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
             return False
         took = now_s, other.seconds
         log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", *took)
@@ -313,14 +317,21 @@ class StepController(Rescheduling):
         return step if lasting(step) <= alive else without_dead_entries(step, alive)
 
     def _try(self) -> StepPlan | None:
-        """A plan for `_base`; without one training goes on as before."""
+        """A plan for `_base`, or else one that keeps nothing whole; without one training goes on as
+        before.
+
+        raises  BudgetExceeded, Unsupported, DiskUnusable, if all must be kept whole
+        """
         try:
             return self.planned(self._base)
-        except (BudgetExceeded, Unsupported, DiskUnusable) as error:
-            if self._wholes.is_forced:  # to go on would not be what was asked for
+        except NOT_PLANNED as error:
+            if self._wholes.is_required:
                 raise
-            log.warning("a whole step could not be planned, so entries stay: %s", error)
-            return None
+            if not isinstance(error, BudgetExceeded) or not self._wholes.wanted(self._base):
+                log.warning("a whole step could not be planned, so entries stay: %s", error)
+                return None
+            self._wholes.give_up(error)
+        return self._try()
 
     def prediction(self) -> dict[str, Any] | None:
         """Times of a step under the plan, at costs of a few steps ago at most, with bound and
@@ -350,16 +361,14 @@ class StepController(Rescheduling):
         """The plan for a step like this one, before the next begins: gradients that are alive then
         may not stay.
 
-        raises  BudgetExceeded
+        raises  BudgetExceeded, Unsupported, DiskUnusable
         """
         entries = {entry.ref: entry for entry in self.session.entries()}
         alive = (
             ref for ref in entries if ref.is_gradient and _is_kept(entries[ref], self.session.late)
         )
         kept = frozenset(alive if self._may_stay else step.facts)
-        wholes = self._wholes.wanted(step)
-
-        def plan(wholes: frozenset[EntryRef] | None) -> StepPlan:
+        with gc_paused():
             return plan_of(
                 self.session,
                 step,
@@ -368,17 +377,8 @@ class StepController(Rescheduling):
                 kept,
                 self._may_be_late,
                 self._may_be_narrow,
-                wholes,
+                self._wholes.wanted(step),
             )
-
-        with gc_paused():
-            try:
-                return plan(wholes)
-            except BudgetExceeded:
-                if not wholes or self._wholes.is_forced:
-                    raise
-                self._wholes.no_room()
-                return plan(NO_WHOLES)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -453,12 +453,14 @@ class StepController(Rescheduling):
         except TierFull as error:
             log.info("no copies of weights are kept: %s", error)
             self._drop_copies()
-            if self._wholes.is_forced:
+            if self._wholes.is_required:
                 raise
             self._may_be_narrow = False
-            self._wholes.no_room()
+            self._wholes.give_up(error)
             return None
         self._holds_wholes = bool(plan.wholes)
+        if plan.wholes:
+            self._wholes.are_kept()
         return made
 
     def _drop_copies_of_plan(self) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -27,6 +28,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.ir.partition import partition_of
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.units import parse_budget, show_size
 from zcompile.planner import step_plan
 
 ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -410,6 +412,25 @@ def test_a_stage_that_does_not_fit_is_refused(pool, device_memory, steps):
         assert "parameters are kept whole on every rank" in said
         assert "or stage='auto'" in said
         assert after == steps
+
+
+def given_what_is_asked_for(mesh, device_memory):
+    """What the refusal of so much said, and asked for; what it says if it is given that, and after
+    how many steps."""
+    said, _ = too_large(mesh, device_memory)
+    asked = int(re.search(r"device_memory='?(\d+)", said)[1])
+    torch._dynamo.reset()
+    return said, asked, too_large(mesh, f"{asked}B")
+
+
+@pytest.mark.parametrize("device_memory", sampled(["560KiB", "640KiB", "800KiB"], "640KiB"))
+def test_what_a_refusal_asks_for_is_enough(pool, device_memory):
+    budget = parse_budget(device_memory)
+    for said, asked, then in pool.run(given_what_is_asked_for, 2, device_memory):
+        assert "the window to stream through" in said
+        assert f"the budget is {show_size(budget)}" in said
+        assert budget < asked < 2 * budget
+        assert then == ("", PLANNED - 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported
+from zcompile.errors import KEEP_LESS, BudgetExceeded, DiskUnusable, TierFull, Unsupported
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.kept_wholes import KeptWholes
 from zcompile.frontend.rescheduling import Rescheduling
@@ -325,9 +325,12 @@ class StepController(Rescheduling):
         try:
             return self.planned(self._base)
         except NOT_PLANNED as error:
+            crowded = isinstance(error, BudgetExceeded)
+            if crowded and self._wholes.is_required:
+                raise self.session.split.too_small_for_plan(error, KEEP_LESS) from None
             if self._wholes.is_required:
                 raise
-            if not isinstance(error, BudgetExceeded) or not self._wholes.wanted(self._base):
+            if not crowded or not self._wholes.wanted(self._base):
                 log.warning("a whole step could not be planned, so entries stay: %s", error)
                 return None
             self._wholes.give_up(error)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import zcompile
 from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.frontend.offload import session_behind
-from zcompile.frontend.replan import plan_in_force
+from zcompile.frontend.replan import Event, plan_in_force
 from zcompile.ir.partition import partition_of
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import parse_budget, show_size
@@ -207,7 +207,8 @@ def test_memory_is_that_of_the_formula(runs, stage):
 
 
 def trained(mesh, fields, clip, kinds, pays=None, no_room=False):
-    """The state after training a model with a frozen block; what the plan keeps, what is told.
+    """The state after training a model with a frozen block; what the plan keeps, what is told, and
+    the most weights that a plan has kept.
 
     pays     patch how much faster a plan must be that keeps weights whole
     no_room  patch this rank, if it is not the first, to have no room for them
@@ -216,16 +217,19 @@ def trained(mesh, fields, clip, kinds, pays=None, no_room=False):
     for param in model.blocks[0].parameters():
         param.requires_grad_(False)
     optimizer = optimizer_named("adamw")(p for p in model.parameters() if p.requires_grad)
+    most = 0
     with patched(pays if pays is None else pays[rank]):
         for step in range(PLANNED + 4):
             if no_room and rank and not step:
                 session_behind(model).controller._wholes.give_up("a test")
             train(model, run, optimizer, rank, ranks, clip, steps=range(step, step + 1))
+            if (plan := plan_in_force(session_behind(model))) is not None:
+                most = max(most, len(plan.wholes))
     plan, stats = plan_in_force(session_behind(model)), zcompile.stats(model)
     kept = sorted(plan.step.facts[ref].name for ref in plan.wholes)
     state = state_of(model, optimizer)
     zcompile.close(model)
-    return state, kept, stats["plan"]
+    return state, kept, stats["plan"] | {"most": most}
 
 
 def cut(self, ids, wanted):
@@ -378,11 +382,65 @@ def test_all_ranks_keep_what_rank_0_chooses(pool, chosen):
     assert bool(rows[0][1]) == chosen
 
 
+def disturbed(mesh):
+    """The state after steps; bytes gathered by an evaluation after one rank alone found a weight
+    out of date, by the same once more, by a step in which a rank gave its room back between forward
+    and backward, and by the step after the one in which it planned anew."""
+    model, run, rank, ranks = opened(mesh, {**ROOMY, "stage": 2})
+    optimizer = adamw(model.parameters())
+    sent = []
+
+    def counted(act):
+        if mesh is None:
+            act()
+        else:
+            sent.append(crossed(model, act)["gather"])
+
+    def steps(first, last):
+        train(model, run, optimizer, rank, ranks, steps=range(first, last))
+
+    def withdrawing(step):
+        numbers = list(numbers_of(rank, ranks))
+        for number in numbers:
+            loss = run(*batch(step, number)) / len(numbers)
+            if rank == 1 and number == numbers[0]:
+                session_behind(model).controller.handle(Event.ROOM_NEEDED)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps(0, PLANNED)
+    looked = [looked_at(model, run, 0)]
+    if mesh is not None and rank == 0:
+        model.head.weight.entry.written()
+    for _ in range(2):
+        counted(lambda: looked.append(looked_at(model, run, 0)))
+    assert looked[0] == looked[1] == looked[2]
+    counted(lambda: withdrawing(PLANNED))
+    steps(PLANNED + 1, PLANNED + 2)
+    counted(lambda: steps(PLANNED + 2, PLANNED + 3))
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, sent
+
+
+def test_ranks_that_have_not_the_same_of_a_weight_gather_it_together(pool):
+    state, _ = disturbed(None)
+    for rank, (other, sent) in enumerate(pool.run(disturbed, 2)):
+        shares, _, _, _ = formula(2, rank)
+        every, backward = sum(shares.values()), sum(shares.values()) - shares["table.weight"]
+        assert other == state
+        assert sent == [shares["head.weight"], 0, every + 2 * backward, every]
+
+
 @pytest.mark.slow
 def test_rank_0_gives_up_what_another_rank_has_no_room_for(pool):
     rows = pool.run(trained, 2, ROOMY, 0.0, {}, [0.0, 0.0], True)
-    (first, kept, told), (second, _, _) = rows
+    (first, kept, told), (second, _, of_second) = rows
     assert (kept, told["stage"]) == ([], 3)
+    assert told["most"], "it has kept some before"
+    assert not of_second["most"]
     assert first == second == pool.run(trained, 1, {**ROOMY, "stage": 3}, 0.0, {})[0][0]
 
 

@@ -59,7 +59,8 @@ from zcompile.runtime.store.resident import (
     copies_of,
     refresh_copies,
     source_of,
-    wholes_are_made,
+    wholes_begin,
+    wholes_made,
 )
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
@@ -380,11 +381,11 @@ class Executor:
             self._walker = threading.get_ident()
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement, tuple(e.home for e in entries))
-            wholes_are_made(schedule, entries, over=False)
+            making = wholes_begin(schedule, entries)
             walk = _Call(self, schedule, values, entries, leaves, progress, joining)
             with uncollected(), self._computing(joining, progress):
                 walk.run(others)
-            wholes_are_made(schedule, entries, over=True)
+            wholes_made(making)
         finally:
             self._walker = None
             self._busy.release()

@@ -472,6 +472,22 @@ def test_a_stage_that_does_not_fit_is_refused(pool, device_memory, steps):
         assert after == steps
 
 
+def built_too_large(mesh):
+    """The error of a stage that the device has no room for, where the model is built."""
+    fields, built = {**ROOMY, "device_memory": "400KiB", "stage": 2}, []
+    with pytest.raises(BudgetExceeded) as refused, zcompile.init(mesh=mesh, **fields):
+        built.append(words())
+    return str(refused.value)
+
+
+def test_a_stage_that_does_not_fit_is_refused_where_a_model_is_built(pool):
+    """At the end of it, and not when the first step is planned."""
+    for said in pool.run(built_too_large, 2):
+        assert "a model whose parameters are kept whole on every rank (stage=2)" in said
+        assert "a lower bound" in said
+        assert "head.weight" in said
+
+
 def given_what_is_asked_for(mesh, device_memory):
     """What the refusal of so much said, and asked for; what it says if it is given that, and after
     how many steps."""

@@ -19,6 +19,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 
 import torch
 
@@ -38,8 +39,16 @@ from zcompile.runtime.store.store import Entry
 
 log = logging.getLogger(__name__)
 
-NOT_KEPT, OUT_OF_DATE, UP_TO_DATE = range(3)
-"""What a rank has of a parameter whose shares are gathered."""
+
+class Kept(IntEnum):
+    """What a rank has of a parameter whose shares are gathered, in rising order: what all ranks
+    have is the least of what each has. Only `NOT_KEPT` is false. It crosses as a byte."""
+
+    NOT_KEPT = 0
+    OUT_OF_DATE = 1
+    UP_TO_DATE = 2
+
+
 MOST_MADE = 256
 """Schedules that are remembered: one for each graph and what of it is out of date."""
 PATIENCE = 3
@@ -74,7 +83,7 @@ class KeptWholes:
         return fabric
 
     @property
-    def may_be(self) -> bool:
+    def may_keep(self) -> bool:
         """Whether anything is ever kept, which is so on all ranks or on none."""
         session = self.session
         return session.fabric is not None and session.config.may_keep_wholes
@@ -82,7 +91,7 @@ class KeptWholes:
     @property
     def is_asked_for(self) -> bool:
         """Whether the user has asked that everything is kept."""
-        return self.may_be and self.session.config.stage == 2
+        return self.may_keep and self.session.config.stage == 2
 
     @property
     def is_required(self) -> bool:
@@ -94,7 +103,7 @@ class KeptWholes:
 
     def wanted(self, step: StepTrace) -> frozenset[EntryRef] | None:
         """The parameters that a plan of `step` is to keep; None: it chooses them."""
-        if not self.may_be:
+        if not self.may_keep:
             return NO_WHOLES
         if self._gave_up:
             return NO_WHOLES
@@ -125,7 +134,7 @@ class KeptWholes:
     def step_ended(self, plan: StepPlan) -> bool:
         """Whether the plan in force keeps something else than it should, when a step has ended."""
         seen, self._seen_alone = self._seen_alone, set()
-        if not self.may_be or self._gave_up:
+        if not self.may_keep or self._gave_up:
             return False
         if self._fabric.rank and not self.is_asked_for:
             of_first = {ref for ref, kept in self._of_first.items() if kept}
@@ -143,7 +152,7 @@ class KeptWholes:
 
         raises  RanksDiffer, RankFailed
         """
-        if not self.may_be or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+        if not self.may_keep or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
             return schedule
         if schedule.serial not in self._read:
             self._read[schedule.serial] = gathered_by(schedule)
@@ -195,8 +204,8 @@ class KeptWholes:
             if len(self._made) >= MOST_MADE:
                 self._made.clear()
             rows = list(zip(self._read[schedule.serial], states, strict=True))
-            kept = frozenset(n for n, state in rows if state != NOT_KEPT)
-            made = frozenset(n for n, state in rows if state == OUT_OF_DATE)
+            kept = frozenset(n for n, state in rows if state != Kept.NOT_KEPT)
+            made = frozenset(n for n, state in rows if state == Kept.OUT_OF_DATE)
             self._made[known] = keeping_wholes(schedule, kept, made)
         found = self._made[known]
         same = found.holds.sizes == schedule.holds.sizes
@@ -205,13 +214,13 @@ class KeptWholes:
     def _note(self, refs: Sequence[EntryRef], every: Sequence[bytes]) -> None:
         """Remember what the ranks have told; `every`: one row, if all told the same."""
         for ref, states in zip(refs, zip(*every, strict=True), strict=True):
-            self._of_first[ref] = states[0] != NOT_KEPT
+            self._of_first[ref] = states[0] != Kept.NOT_KEPT
             to_be_kept = self.is_asked_for or self._of_first[ref]
-            if to_be_kept and any(states) and NOT_KEPT in states:
+            if to_be_kept and any(states) and Kept.NOT_KEPT in states:
                 self._seen_alone.add(ref)
 
 
-def _state(entry: Entry) -> int:
+def _state(entry: Entry) -> Kept:
     if entry.whole is None:
-        return NOT_KEPT
-    return UP_TO_DATE if entry.has_whole else OUT_OF_DATE
+        return Kept.NOT_KEPT
+    return Kept.UP_TO_DATE if entry.has_whole else Kept.OUT_OF_DATE

@@ -92,8 +92,9 @@ class Event(Enum):
     """The same, for the last time."""
     GRADIENTS_IN_THE_WAY = auto()
     """Step after step, gradients that stayed had to go home."""
-    OTHERS_KEEP_OTHERWISE = auto()
-    """Another rank keeps other parameters whole than this one does."""
+    WHOLES_CHANGE = auto()
+    """Other parameters are to be kept whole than the plan in force keeps: rank 0 keeps others, or
+    this rank has given them up."""
     UPDATES_IN_THE_WAY = auto()
     """Step after step, late updates were asked for before the next forward."""
     ARENA_RESIZES = auto()
@@ -167,7 +168,7 @@ class StepController(Rescheduling):
             return
         self._last = self._of_alive(step)
         if self.plan is not None and self._wholes.step_ended(self.plan):
-            self.handle(Event.OTHERS_KEEP_OTHERWISE)
+            self.handle(Event.WHOLES_CHANGE)
         if not self._last.calls:
             return
         known = lasting(self._last) <= self._base.facts.keys()
@@ -305,8 +306,8 @@ class StepController(Rescheduling):
         self._may_be_late = False
         return True
 
-    def _keep_otherwise(self) -> bool:
-        """From the next plan on what rank 0 keeps whole is kept."""
+    def _plan_next(self) -> bool:
+        """Do nothing at once: the next plan asks what is to be kept whole."""
         return True
 
     # Plans.
@@ -325,12 +326,11 @@ class StepController(Rescheduling):
         try:
             return self.planned(self._base)
         except NOT_PLANNED as error:
-            crowded = isinstance(error, BudgetExceeded)
-            if crowded and self._wholes.is_required:
-                raise self.session.split.too_small_for_plan(error, KEEP_LESS) from None
             if self._wholes.is_required:
-                raise
-            if not crowded or not self._wholes.wanted(self._base):
+                if not isinstance(error, BudgetExceeded):
+                    raise
+                raise self.session.split.too_small_for_plan(error, KEEP_LESS) from None
+            if not isinstance(error, BudgetExceeded) or not self._wholes.wanted(self._base):
                 log.warning("a whole step could not be planned, so entries stay: %s", error)
                 return None
             self._wholes.give_up(error)
@@ -507,7 +507,7 @@ class StepController(Rescheduling):
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """`schedule`, or the one that reads low-precision copies in its place, if the plan keeps
         one of each that it reads; of several ranks, the one that reads what all of them keep."""
-        if self._wholes.may_be:
+        if self._wholes.may_keep:
             return self._wholes.agreed(schedule, entries)
         plan = self.plan
         if plan is None or not plan.reads or schedule.phase is Phase.STEP:
@@ -596,7 +596,7 @@ _plan, _review = StepController._plan_anew, StepController._review
 _withdraw, _start_over = StepController.withdraw, StepController._start_over
 _let_none_stay = StepController._let_none_stay
 _let_none_be_late = StepController._let_none_be_late
-_keep_otherwise = StepController._keep_otherwise
+_plan_next = StepController._plan_next
 
 TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
     (state, event): Transition(action, then, otherwise)
@@ -607,7 +607,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OBSERVING, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OBSERVING, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OBSERVING, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
-        (OBSERVING, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OBSERVING, OBSERVING),
+        (OBSERVING, Event.WHOLES_CHANGE, _plan_next, OBSERVING, OBSERVING),
         (OBSERVING, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OBSERVING, OBSERVING),
         (OBSERVING, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (PLANNED, Event.SAME_STEP, _review, PLANNED, PLANNED),
@@ -615,7 +615,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (PLANNED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (PLANNED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (PLANNED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
-        (PLANNED, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OUTDATED, OUTDATED),
+        (PLANNED, Event.WHOLES_CHANGE, _plan_next, OUTDATED, OUTDATED),
         (PLANNED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (PLANNED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (OUTDATED, Event.SAME_STEP, _plan, PLANNED, PLANNED),
@@ -623,14 +623,14 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OUTDATED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OUTDATED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OUTDATED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
-        (OUTDATED, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OUTDATED, OUTDATED),
+        (OUTDATED, Event.WHOLES_CHANGE, _plan_next, OUTDATED, OUTDATED),
         (OUTDATED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (OUTDATED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.NEW_STEP, _plan, PLANNED, WITHDRAWN),
         (WITHDRAWN, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
-        (WITHDRAWN, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, WITHDRAWN, WITHDRAWN),
+        (WITHDRAWN, Event.WHOLES_CHANGE, _plan_next, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.UPDATES_IN_THE_WAY, _let_none_be_late, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
     )

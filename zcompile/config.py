@@ -75,8 +75,9 @@ class Config:
     reduction       "ordered": gradients of ranks are summed in the order of ranks, so that results
                     do not depend on how many there are
     stage           of ZeRO, where several ranks train one model. 3: a parameter is gathered for
-                    every use; 2: all of each parameter rests on the device of every rank, and is
-                    gathered once after each update; "auto": a plan chooses for each parameter
+                    every use; 2: in runs that train, from the third step on, all of each parameter
+                    rests on the device of every rank, and is gathered once after each update;
+                    "auto": a plan chooses for each parameter
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
     raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid

@@ -72,13 +72,17 @@ class BudgetExceeded(ZinfError, MemoryError):
                 )
             )
         )
-        self.tier, self.needed_bytes = tier, needed_bytes
+        self.tier, self.needed_bytes, self.budget_bytes = tier, needed_bytes, budget_bytes
         self.where, self.alive = where, tuple(alive)
 
 
 def more_device_memory(nbytes: int) -> str:
     """What to do where the device needs so many bytes."""
     return f"give zcompile.offload device_memory={write_budget(nbytes)} or more"
+
+
+KEEP_LESS = "stage='auto', which keeps what there is room for, or stage=3"
+"""What else to do where the device has no room for all of each parameter."""
 
 
 class SlotsOverlap(ZinfError, AssertionError):

@@ -16,6 +16,7 @@ from sampled import sampled, sampled_rows
 
 import zcompile
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
+from zcompile.frontend.offload import session_behind
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
@@ -160,8 +161,8 @@ def test_models_and_settings_that_differ_are_refused(pool, name):
 # --- Ranks that fail ---
 
 
-def refuse(grad):
-    raise ValueError("no gradient today")
+def refuse(_):
+    raise ValueError("not today")
 
 
 def raising(rank, model, run, optimizer):
@@ -182,8 +183,28 @@ def test_a_rank_that_raises_ends_the_others_with_its_cause(pool):
         kind, text, then = found[rank]
         assert kind == RankFailed.__name__
         assert "rank 1 on " in text
-        assert "ValueError: no gradient today" in text
+        assert "ValueError: not today" in text
         assert then - at < PROMPT_S
+
+
+def without_a_plan(rank, model, run, optimizer):
+    if rank == 1:
+        session_behind(model).controller.planned = refuse
+    for _ in range(2):
+        one_more_step(model, run, optimizer, rank)
+
+
+def unplanned(mesh):
+    return told(mesh, without_a_plan)
+
+
+def test_a_rank_that_fails_while_it_plans_a_step_ends_the_others_with_its_cause(pool):
+    """Which is between two calls, where the others have come to the next already."""
+    (kind, text, then), (failed, _, at) = pool.run(unplanned, 2)
+    assert failed == "ValueError"
+    assert kind == RankFailed.__name__
+    assert "ValueError: not today" in text
+    assert then - at < PROMPT_S
 
 
 def resting(rank, model, run, optimizer):

@@ -1,6 +1,8 @@
 """ZeRO's stages: what all ranks keep whole changes what crosses between them, and no bit."""
 
 import functools
+import logging
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -23,9 +25,10 @@ from torch.nn import functional as F
 import zcompile
 from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.frontend.offload import session_behind
-from zcompile.frontend.replan import plan_in_force
+from zcompile.frontend.replan import Event, plan_in_force
 from zcompile.ir.partition import partition_of
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.units import parse_budget, show_size
 from zcompile.planner import step_plan
 
 ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -204,7 +207,8 @@ def test_memory_is_that_of_the_formula(runs, stage):
 
 
 def trained(mesh, fields, clip, kinds, pays=None, no_room=False):
-    """The state after training a model with a frozen block; what the plan keeps, what is told.
+    """The state after training a model with a frozen block; what the plan keeps, what is told, and
+    the most weights that a plan has kept.
 
     pays     patch how much faster a plan must be that keeps weights whole
     no_room  patch this rank, if it is not the first, to have no room for them
@@ -213,16 +217,19 @@ def trained(mesh, fields, clip, kinds, pays=None, no_room=False):
     for param in model.blocks[0].parameters():
         param.requires_grad_(False)
     optimizer = optimizer_named("adamw")(p for p in model.parameters() if p.requires_grad)
+    most = 0
     with patched(pays if pays is None else pays[rank]):
         for step in range(PLANNED + 4):
             if no_room and rank and not step:
-                session_behind(model).controller._wholes.no_room()
+                session_behind(model).controller._wholes.give_up("a test")
             train(model, run, optimizer, rank, ranks, clip, steps=range(step, step + 1))
+            if (plan := plan_in_force(session_behind(model))) is not None:
+                most = max(most, len(plan.wholes))
     plan, stats = plan_in_force(session_behind(model)), zcompile.stats(model)
     kept = sorted(plan.step.facts[ref].name for ref in plan.wholes)
     state = state_of(model, optimizer)
     zcompile.close(model)
-    return state, kept, stats["plan"]
+    return state, kept, stats["plan"] | {"most": most}
 
 
 def cut(self, ids, wanted):
@@ -262,6 +269,91 @@ def test_two_graphs_and_other_lengths_read_what_is_kept(pool):
     assert pool.run(in_pieces, 2) == [(state, (2, True))] * 2
 
 
+def with_aux(self, ids, wanted):
+    """The forward of `Words`, with a second head as long as there is one."""
+    x = self.table(ids)
+    for block in self.blocks:
+        x = block(x)
+    x = self.norm(x)
+    found = F.cross_entropy(self.head(x).flatten(0, 1), wanted.flatten())
+    if self.aux is None:
+        return found
+    return found + F.cross_entropy(self.aux(x).flatten(0, 1), wanted.flatten())
+
+
+def losing_a_head(mesh, fields):
+    """The state of a model that has lost a head before the first plan, and the stage in force."""
+    torch.manual_seed(1)
+    model = words()
+    model.aux = torch.nn.Linear(96, 200, bias=False)
+    model.forward = with_aux.__get__(model)
+    rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
+    if mesh is not None:
+        zcompile.offload(model, mesh=mesh, **fields)
+    run = model if mesh is None else torch.compile(model, backend="zinf")
+    optimizer = adamw(model.parameters())
+    train(model, run, optimizer, rank, ranks, steps=range(2))
+    model.aux = optimizer = None
+    torch._dynamo.reset()
+    optimizer = adamw(model.parameters())
+    train(model, run, optimizer, rank, ranks, steps=range(2, 2 + PLANNED))
+    stage = None if mesh is None else zcompile.stats(model)["plan"]["stage"]
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, stage
+
+
+def test_a_weight_that_is_gone_before_the_first_plan_is_not_kept(pool):
+    state, _ = losing_a_head(None, None)
+    assert pool.run(losing_a_head, 2, {**ROOMY, "stage": 2}) == [(state, 2)] * 2
+
+
+def losing_room(mesh, fields, tokens):
+    """The state of a model of which rank 1 loses the room to keep weights whole, to an evaluation
+    of that many tokens; the stages in force before and at last, and warnings of that."""
+    model, run, rank, ranks = opened(mesh, fields)
+    optimizer = adamw(model.parameters())
+    told = []
+    with warnings_of("zcompile.frontend.kept_wholes") as said:
+        train(model, run, optimizer, rank, ranks, steps=range(PLANNED))
+        told += [zcompile.stats(model)["plan"]["stage"]] if mesh else []
+        with torch.no_grad():
+            run(*(x.repeat(1 + (tokens // 16 - 1) * rank, 1) for x in batch(9, 0)))
+        train(model, run, optimizer, rank, ranks, steps=range(PLANNED, 2 * PLANNED))
+        told += [zcompile.stats(model)["plan"]["stage"]] if mesh else []
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, told, said
+
+
+def test_training_goes_on_where_room_to_keep_weights_is_lost(pool):
+    """Rank 1 has none, warns and keeps none, and the other follows it."""
+    fields = {**ROOMY, "device_memory": "1536KiB", "stage": 2}
+    eager, _, _ = losing_room(None, None, 16)
+    rows = pool.run(losing_room, 2, fields, 640)
+    assert [state for state, _, _ in rows] == [eager] * 2
+    assert [told for _, told, _ in rows] == [[2, 3]] * 2
+    (other,), (own,) = (said for _, _, said in rows)
+    assert "stage=2 was asked for" in own
+    assert "needs" in own
+    assert "another rank has no room" in other
+
+
+@contextmanager
+def warnings_of(name):
+    """The warnings that this logger gives meanwhile."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
 @contextmanager
 def patched(pays):
     with pytest.MonkeyPatch.context() as patch:
@@ -290,11 +382,65 @@ def test_all_ranks_keep_what_rank_0_chooses(pool, chosen):
     assert bool(rows[0][1]) == chosen
 
 
+def disturbed(mesh):
+    """The state after steps; bytes gathered by an evaluation after one rank alone found a weight
+    out of date, by the same once more, by a step in which a rank gave its room back between forward
+    and backward, and by the step after the one in which it planned anew."""
+    model, run, rank, ranks = opened(mesh, {**ROOMY, "stage": 2})
+    optimizer = adamw(model.parameters())
+    sent = []
+
+    def counted(act):
+        if mesh is None:
+            act()
+        else:
+            sent.append(crossed(model, act)["gather"])
+
+    def steps(first, last):
+        train(model, run, optimizer, rank, ranks, steps=range(first, last))
+
+    def withdrawing(step):
+        numbers = list(numbers_of(rank, ranks))
+        for number in numbers:
+            loss = run(*batch(step, number)) / len(numbers)
+            if rank == 1 and number == numbers[0]:
+                session_behind(model).controller.handle(Event.ROOM_NEEDED)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    steps(0, PLANNED)
+    looked = [looked_at(model, run, 0)]
+    if mesh is not None and rank == 0:
+        model.head.weight.entry.written()
+    for _ in range(2):
+        counted(lambda: looked.append(looked_at(model, run, 0)))
+    assert looked[0] == looked[1] == looked[2]
+    counted(lambda: withdrawing(PLANNED))
+    steps(PLANNED + 1, PLANNED + 2)
+    counted(lambda: steps(PLANNED + 2, PLANNED + 3))
+    state = state_of(model, optimizer)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, sent
+
+
+def test_ranks_that_have_not_the_same_of_a_weight_gather_it_together(pool):
+    state, _ = disturbed(None)
+    for rank, (other, sent) in enumerate(pool.run(disturbed, 2)):
+        shares, _, _, _ = formula(2, rank)
+        every, backward = sum(shares.values()), sum(shares.values()) - shares["table.weight"]
+        assert other == state
+        assert sent == [shares["head.weight"], 0, every + 2 * backward, every]
+
+
 @pytest.mark.slow
 def test_rank_0_gives_up_what_another_rank_has_no_room_for(pool):
     rows = pool.run(trained, 2, ROOMY, 0.0, {}, [0.0, 0.0], True)
-    (first, kept, told), (second, _, _) = rows
+    (first, kept, told), (second, _, of_second) = rows
     assert (kept, told["stage"]) == ([], 3)
+    assert told["most"], "it has kept some before"
+    assert not of_second["most"]
     assert first == second == pool.run(trained, 1, {**ROOMY, "stage": 3}, 0.0, {})[0][0]
 
 
@@ -324,6 +470,41 @@ def test_a_stage_that_does_not_fit_is_refused(pool, device_memory, steps):
         assert "parameters are kept whole on every rank" in said
         assert "or stage='auto'" in said
         assert after == steps
+
+
+def built_too_large(mesh):
+    """The error of a stage that the device has no room for, where the model is built."""
+    fields, built = {**ROOMY, "device_memory": "400KiB", "stage": 2}, []
+    with pytest.raises(BudgetExceeded) as refused, zcompile.init(mesh=mesh, **fields):
+        built.append(words())
+    return str(refused.value)
+
+
+def test_a_stage_that_does_not_fit_is_refused_where_a_model_is_built(pool):
+    """At the end of it, and not when the first step is planned."""
+    for said in pool.run(built_too_large, 2):
+        assert "a model whose parameters are kept whole on every rank (stage=2)" in said
+        assert "a lower bound" in said
+        assert "head.weight" in said
+
+
+def given_what_is_asked_for(mesh, device_memory):
+    """What the refusal of so much said, and asked for; what it says if it is given that, and after
+    how many steps."""
+    said, _ = too_large(mesh, device_memory)
+    asked = int(re.search(r"device_memory='?(\d+)", said)[1])
+    torch._dynamo.reset()
+    return said, asked, too_large(mesh, f"{asked}B")
+
+
+@pytest.mark.parametrize("device_memory", sampled(["560KiB", "640KiB", "800KiB"], "640KiB"))
+def test_what_a_refusal_asks_for_is_enough(pool, device_memory):
+    budget = parse_budget(device_memory)
+    for said, asked, then in pool.run(given_what_is_asked_for, 2, device_memory):
+        assert "the window to stream through" in said
+        assert f"the budget is {show_size(budget)}" in said
+        assert budget < asked < 2 * budget
+        assert then == ("", PLANNED - 1)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

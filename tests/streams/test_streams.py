@@ -31,7 +31,7 @@ def test_accesses_are_ordered_by_streams_events_and_promises(run):
     assert run.mode.looks(run.session), {e.name: e.home for e in run.session.entries()}
     assert run.simulation.memory.accesses > 100
     assert not run.pairs
-    assert all(map(torch.equal, run.values(), plainly(run.name, WARM + run.mode.steps)))
+    assert all(map(torch.equal, run.values(), plainly(run.name, run.number)))
 
 
 def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):

@@ -8,12 +8,18 @@ agreement more in each call.
 
 With `stage="auto"` rank 0 chooses, at its own costs. The others see what it keeps, and plan their
 next step with that; if one of them has no room for it, rank 0 gives it up.
+
+With `stage=2` all keep everything, and what does not fit is an error. That is so for the first
+plan, before which nothing was kept. Where room goes later, as to a larger batch of an evaluation,
+training goes on: a rank that has no room any more warns and keeps nothing, and the others follow.
 """
 
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from enum import IntEnum
 
 import torch
 
@@ -31,12 +37,22 @@ from zcompile.runtime.session import Session
 from zcompile.runtime.store.resident import copies_of
 from zcompile.runtime.store.store import Entry
 
-NOT_KEPT, OUT_OF_DATE, UP_TO_DATE = range(3)
-"""What a rank has of a parameter whose shares are gathered."""
+log = logging.getLogger(__name__)
+
+
+class Kept(IntEnum):
+    """What a rank has of a parameter whose shares are gathered, in rising order: what all ranks
+    have is the least of what each has. Only `NOT_KEPT` is false. It crosses as a byte."""
+
+    NOT_KEPT = 0
+    OUT_OF_DATE = 1
+    UP_TO_DATE = 2
+
+
 MOST_MADE = 256
 """Schedules that are remembered: one for each graph and what of it is out of date."""
 PATIENCE = 3
-"""Steps that rank 0 waits for the others to keep what it keeps."""
+"""Steps in a row after which nobody waits any more for a rank to keep what is to be kept."""
 
 
 class KeptWholes:
@@ -50,9 +66,9 @@ class KeptWholes:
         self._of_first: dict[EntryRef, bool] = {}
         """Of each parameter, whether rank 0 keeps it."""
         self._alone = Counter[EntryRef]()
-        """Of each parameter that rank 0 keeps, the steps in which another did not."""
+        """Of each parameter that is to be kept, the steps in a row in which a rank did not."""
         self._seen_alone: set[EntryRef] = set()
-        self._gave_up = False
+        self._gave_up = self._were_kept = False
 
     @property
     def session(self) -> Session:
@@ -67,46 +83,65 @@ class KeptWholes:
         return fabric
 
     @property
-    def may_be(self) -> bool:
+    def may_keep(self) -> bool:
         """Whether anything is ever kept, which is so on all ranks or on none."""
         session = self.session
         return session.fabric is not None and session.config.may_keep_wholes
 
     @property
-    def is_forced(self) -> bool:
-        """Whether everything must be kept."""
-        return self.may_be and self.session.config.stage == 2
+    def is_asked_for(self) -> bool:
+        """Whether the user has asked that everything is kept."""
+        return self.may_keep and self.session.config.stage == 2
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a step may only run with everything kept: nothing was kept so far, so that to go
+        on without would not be what was asked for."""
+        return self.is_asked_for and not self._were_kept and not self._gave_up
 
     # What a plan is made for.
 
     def wanted(self, step: StepTrace) -> frozenset[EntryRef] | None:
         """The parameters that a plan of `step` is to keep; None: it chooses them."""
-        if not self.may_be:
+        if not self.may_keep:
             return NO_WHOLES
-        gathered = frozenset(row.ref for row in gathered_in(step))
-        if self.is_forced:
-            return gathered
         if self._gave_up:
             return NO_WHOLES
+        gathered = frozenset(row.ref for row in gathered_in(step))
+        if self.is_asked_for:
+            return gathered
         if not self._fabric.rank:
             return None
         return frozenset(ref for ref in gathered if self._of_first.get(ref))
 
-    def no_room(self) -> None:
-        """There is no room for what a plan was to keep: nothing is kept from here on."""
+    def are_kept(self) -> None:
+        """A plan is in force that keeps some."""
+        self._were_kept = True
+
+    def give_up(self, because: object) -> None:
+        """Keep nothing from here on.
+
+        because  of an error, or of what else a person is told, if they have asked for it
+        """
+        if not self._gave_up and self.is_asked_for:
+            log.warning(
+                "stage=2 was asked for, and from here on parameters are gathered for every use, as "
+                "with stage=3: %s",
+                because,
+            )
         self._gave_up = True
 
     def step_ended(self, plan: StepPlan) -> bool:
         """Whether the plan in force keeps something else than it should, when a step has ended."""
         seen, self._seen_alone = self._seen_alone, set()
-        if not self.may_be or self._gave_up or self.is_forced:
+        if not self.may_keep or self._gave_up:
             return False
-        if self._fabric.rank:
+        if self._fabric.rank and not self.is_asked_for:
             of_first = {ref for ref, kept in self._of_first.items() if kept}
             return plan.wholes != of_first & plan.step.facts.keys()
         self._alone = Counter({ref: self._alone[ref] + 1 for ref in seen})
         if max(self._alone.values(), default=0) >= PATIENCE:
-            self._gave_up = True
+            self.give_up("another rank has no room for them any more")
         return self._gave_up
 
     # What a call reads.
@@ -117,7 +152,7 @@ class KeptWholes:
 
         raises  RanksDiffer, RankFailed
         """
-        if not self.may_be or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+        if not self.may_keep or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
             return schedule
         if schedule.serial not in self._read:
             self._read[schedule.serial] = gathered_by(schedule)
@@ -169,8 +204,8 @@ class KeptWholes:
             if len(self._made) >= MOST_MADE:
                 self._made.clear()
             rows = list(zip(self._read[schedule.serial], states, strict=True))
-            kept = frozenset(n for n, state in rows if state != NOT_KEPT)
-            made = frozenset(n for n, state in rows if state == OUT_OF_DATE)
+            kept = frozenset(n for n, state in rows if state != Kept.NOT_KEPT)
+            made = frozenset(n for n, state in rows if state == Kept.OUT_OF_DATE)
             self._made[known] = keeping_wholes(schedule, kept, made)
         found = self._made[known]
         same = found.holds.sizes == schedule.holds.sizes
@@ -179,12 +214,13 @@ class KeptWholes:
     def _note(self, refs: Sequence[EntryRef], every: Sequence[bytes]) -> None:
         """Remember what the ranks have told; `every`: one row, if all told the same."""
         for ref, states in zip(refs, zip(*every, strict=True), strict=True):
-            self._of_first[ref] = states[0] != NOT_KEPT
-            if states[0] != NOT_KEPT and NOT_KEPT in states:
+            self._of_first[ref] = states[0] != Kept.NOT_KEPT
+            to_be_kept = self.is_asked_for or self._of_first[ref]
+            if to_be_kept and any(states) and Kept.NOT_KEPT in states:
                 self._seen_alone.add(ref)
 
 
-def _state(entry: Entry) -> int:
+def _state(entry: Entry) -> Kept:
     if entry.whole is None:
-        return NOT_KEPT
-    return UP_TO_DATE if entry.has_whole else OUT_OF_DATE
+        return Kept.NOT_KEPT
+    return Kept.UP_TO_DATE if entry.has_whole else Kept.OUT_OF_DATE

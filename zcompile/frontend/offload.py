@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from torch.utils import swap_tensors
 
 from zcompile.config import Config, build
-from zcompile.errors import ModelWrapped, ParameterChanged, Unsupported
+from zcompile.errors import BudgetExceeded, ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.fusions import check_compiler
 from zcompile.frontend.movable import (
@@ -186,8 +186,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         nbytes = sum(nbytes for nbytes, _ in sizes)
         if session.fabric is not None:
             agree_on_parameters(session.fabric, plain)
-            once = [(name, p) for name, p in plain if id(p) not in first]
-            check_stage(session.config, once, session.device_budget, session.fabric)
+            once = [row for row in model.named_parameters() if id(row[1]) not in first]
+            check_stage(session.config, _of_entries(once), session.device_budget, session.fabric)
         with working("offloading the model", nbytes, show_size) as work:
             for name, param in plain:
                 deliver_interrupts()
@@ -207,6 +207,12 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         agree_on_buffers(session.fabric, model)
     session.belong_to(model)
     return model
+
+
+def _of_entries(params: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """These parameters, and of those that show the same entry one."""
+    found = {p.entry.key if isinstance(p, TieredTensor) else p: (name, p) for name, p in params}
+    return list(found.values())
 
 
 def _log_other_holders(model: nn.Module) -> None:
@@ -549,3 +555,11 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             session.belong_to(root)
         _tell_unlike(session, root.named_parameters())
     session.unlike.clear()  # also of what is in no module any more
+    if session.fabric is not None:
+        built = (p for module in modules for p in module._parameters.values() if p is not None)
+        named = [(p.entry.name, p) for p in built if isinstance(p, TieredTensor)]
+        try:
+            check_stage(session.config, _of_entries(named), session.device_budget, session.fabric)
+        except BudgetExceeded:
+            session.close()
+            raise

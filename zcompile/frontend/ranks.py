@@ -16,7 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcompile.config import Config, is_mesh
-from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, more_device_memory
+from zcompile.errors import (
+    KEEP_LESS,
+    BudgetExceeded,
+    ConfigInvalid,
+    Unsupported,
+    more_device_memory,
+)
 from zcompile.ir.partition import partition_of
 from zcompile.ir.types import Layout
 from zcompile.ir.version import VERSION
@@ -170,8 +176,8 @@ def check_stage(
             needed,
             "a model whose parameters are kept whole on every rank (stage=2)",
             wholes,
-            f"{more_device_memory(needed)}, or stage='auto', which keeps what there is room for, "
-            "or stage=3",
+            f"{more_device_memory(needed)}: a lower bound, found at once, and a window to stream "
+            f"through comes to that; or {KEEP_LESS}",
         )
 
 

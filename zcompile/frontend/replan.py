@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zcompile.errors import BudgetExceeded, DiskUnusable, TierFull, Unsupported, ZinfError
+from zcompile.errors import KEEP_LESS, BudgetExceeded, DiskUnusable, TierFull, Unsupported
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.kept_wholes import KeptWholes
 from zcompile.frontend.rescheduling import Rescheduling
@@ -38,7 +38,6 @@ from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
-from zcompile.planner.whole_step import NO_WHOLES
 from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
@@ -60,7 +59,8 @@ MOST_RECLAIMS = 4
 """After so many, what needs the room has it for good."""
 MOST_PLANS = 8
 """Most plans of a run: after so many its steps have nothing in common that is worth another."""
-
+NOT_PLANNED = (BudgetExceeded, Unsupported, DiskUnusable)
+"""Errors after which a step has no plan, and nothing was changed."""
 
 PLACES = {"device": "the device", "host": "the host", "disk": "disk"}
 """Tiers, for people."""
@@ -92,8 +92,9 @@ class Event(Enum):
     """The same, for the last time."""
     GRADIENTS_IN_THE_WAY = auto()
     """Step after step, gradients that stayed had to go home."""
-    OTHERS_KEEP_OTHERWISE = auto()
-    """Another rank keeps other parameters whole than this one does."""
+    WHOLES_CHANGE = auto()
+    """Other parameters are to be kept whole than the plan in force keeps: rank 0 keeps others, or
+    this rank has given them up."""
     UPDATES_IN_THE_WAY = auto()
     """Step after step, late updates were asked for before the next forward."""
     ARENA_RESIZES = auto()
@@ -159,15 +160,18 @@ class StepController(Rescheduling):
     # What happens.
 
     def step_ended(self, step: StepTrace) -> None:
-        """Take note of a recorded step. It is an event, but for the first ones, and after the last
-        plan that a run may have."""
+        """Take note of a recorded step. It is an event, but for the first ones, for one of which
+        every call used something that is gone by now, and after the last plan that a run may
+        have."""
         self._seen += 1
         if self._seen < WARM_UP or self._plans > MOST_PLANS:
             return
-        self._last = step
+        self._last = self._of_alive(step)
         if self.plan is not None and self._wholes.step_ended(self.plan):
-            self.handle(Event.OTHERS_KEEP_OTHERWISE)
-        known = lasting(step) <= self._base.facts.keys()
+            self.handle(Event.WHOLES_CHANGE)
+        if not self._last.calls:
+            return
+        known = lasting(self._last) <= self._base.facts.keys()
         self.handle(Event.SAME_STEP if known else Event.NEW_STEP)
 
     def arena_resizes(self) -> None:
@@ -235,9 +239,7 @@ class StepController(Rescheduling):
 
     def _plan_anew(self) -> bool:
         """Plan the steps seen so far, together with the last one, and put the plan into force."""
-        alive = {entry.ref for entry in self.session.entries()}
-        last = without_copies(self._last)
-        self._base = joined(without_dead_entries(self._base, alive), last)
+        self._base = joined(self._of_alive(self._base), without_copies(self._last))
         if (plan := self._try()) is not None:
             self.apply(plan)
         self._plans += 1
@@ -256,10 +258,18 @@ class StepController(Rescheduling):
         if plan is None or self._seen < self._next_review:
             return False
         self._next_review = self._seen * REVIEW
+        base = self._of_alive(self._base)
+        if not base.calls:
+            return False
+        self._base = base
         began = perf_counter()
         now_s = step_seconds(plan.step, self.costs(), plan.placement.homes)
-        other = self._try()
-        if other is None or not replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
+        try:
+            other = self.planned(base)
+        except NOT_PLANNED as error:
+            log.info("a step could not be planned anew, so the plan stays: %s", error)
+            return False
+        if not replan_pays(now_s, other.seconds, 2 * (perf_counter() - began)):
             return False
         took = now_s, other.seconds
         log.info("costs have changed: a step would take %.3g s, and %.3g s planned anew", *took)
@@ -296,27 +306,35 @@ class StepController(Rescheduling):
         self._may_be_late = False
         return True
 
-    def _keep_otherwise(self) -> bool:
-        """From the next plan on what rank 0 keeps whole is kept."""
+    def _plan_next(self) -> bool:
+        """Do nothing at once: the next plan asks what is to be kept whole."""
         return True
 
     # Plans.
 
+    def _of_alive(self, step: StepTrace) -> StepTrace:
+        """A recorded step without the calls that used what is gone by now."""
+        alive = {entry.ref for entry in self.session.entries()}
+        return step if lasting(step) <= alive else without_dead_entries(step, alive)
+
     def _try(self) -> StepPlan | None:
-        """A plan for `_base`; without one training goes on as before."""
+        """A plan for `_base`, or else one that keeps nothing whole; without one training goes on as
+        before.
+
+        raises  BudgetExceeded, Unsupported, DiskUnusable, if all must be kept whole
+        """
         try:
             return self.planned(self._base)
-        except (BudgetExceeded, Unsupported, DiskUnusable) as error:
-            if self._wholes.is_forced:  # to go on would not be what was asked for
-                raise self._told(error) from None
-            log.warning("a whole step could not be planned, so entries stay: %s", error)
-            return None
-
-    def _told(self, error: ZinfError) -> ZinfError:
-        """The error, of which the other ranks were told."""
-        if self.session.fabric is not None:
-            self.session.fabric.failed_here(error)
-        return error
+        except NOT_PLANNED as error:
+            if self._wholes.is_required:
+                if not isinstance(error, BudgetExceeded):
+                    raise
+                raise self.session.split.too_small_for_plan(error, KEEP_LESS) from None
+            if not isinstance(error, BudgetExceeded) or not self._wholes.wanted(self._base):
+                log.warning("a whole step could not be planned, so entries stay: %s", error)
+                return None
+            self._wholes.give_up(error)
+        return self._try()
 
     def prediction(self) -> dict[str, Any] | None:
         """Times of a step under the plan, at costs of a few steps ago at most, with bound and
@@ -346,16 +364,14 @@ class StepController(Rescheduling):
         """The plan for a step like this one, before the next begins: gradients that are alive then
         may not stay.
 
-        raises  BudgetExceeded
+        raises  BudgetExceeded, Unsupported, DiskUnusable
         """
         entries = {entry.ref: entry for entry in self.session.entries()}
         alive = (
             ref for ref in entries if ref.is_gradient and _is_kept(entries[ref], self.session.late)
         )
         kept = frozenset(alive if self._may_stay else step.facts)
-        wholes = self._wholes.wanted(step)
-
-        def plan(wholes: frozenset[EntryRef] | None) -> StepPlan:
+        with gc_paused():
             return plan_of(
                 self.session,
                 step,
@@ -364,17 +380,8 @@ class StepController(Rescheduling):
                 kept,
                 self._may_be_late,
                 self._may_be_narrow,
-                wholes,
+                self._wholes.wanted(step),
             )
-
-        with gc_paused():
-            try:
-                return plan(wholes)
-            except BudgetExceeded:
-                if not wholes or self._wholes.is_forced:
-                    raise
-                self._wholes.no_room()
-                return plan(NO_WHOLES)
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -431,26 +438,32 @@ class StepController(Rescheduling):
         made: dict[EntryRef, str] = {}
         try:
             for ref in plan.wholes:
-                fact, entry = plan.step.facts[ref.copy], entries[ref]
+                fact, entry = plan.step.facts[ref.copy], entries.get(ref)
+                if entry is None:
+                    continue  # it has gone since: no call reads it any more
                 whole = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
                 entry.keep_whole(whole)
                 if not whole.on_device:
                     raise TierFull(fact.name, fact.nbytes, [session.homes.device.usage()])
                 made[ref.copy] = whole.home
             for ref, dtype in copied(plan).items():
-                fact, entry = plan.step.facts[ref], entries[ref.owner]
+                fact, entry = plan.step.facts[ref], entries.get(ref.owner)
+                if entry is None:
+                    continue
                 copy = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
                 entry.keep_copy(dtype, copy)
                 made[ref] = copy.home
         except TierFull as error:
             log.info("no copies of weights are kept: %s", error)
             self._drop_copies()
-            if self._wholes.is_forced:
-                raise self._told(error) from None
+            if self._wholes.is_required:
+                raise
             self._may_be_narrow = False
-            self._wholes.no_room()
+            self._wholes.give_up(error)
             return None
         self._holds_wholes = bool(plan.wholes)
+        if plan.wholes:
+            self._wholes.are_kept()
         return made
 
     def _drop_copies_of_plan(self) -> None:
@@ -494,7 +507,7 @@ class StepController(Rescheduling):
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """`schedule`, or the one that reads low-precision copies in its place, if the plan keeps
         one of each that it reads; of several ranks, the one that reads what all of them keep."""
-        if self._wholes.may_be:
+        if self._wholes.may_keep:
             return self._wholes.agreed(schedule, entries)
         plan = self.plan
         if plan is None or not plan.reads or schedule.phase is Phase.STEP:
@@ -583,7 +596,7 @@ _plan, _review = StepController._plan_anew, StepController._review
 _withdraw, _start_over = StepController.withdraw, StepController._start_over
 _let_none_stay = StepController._let_none_stay
 _let_none_be_late = StepController._let_none_be_late
-_keep_otherwise = StepController._keep_otherwise
+_plan_next = StepController._plan_next
 
 TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
     (state, event): Transition(action, then, otherwise)
@@ -594,7 +607,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OBSERVING, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OBSERVING, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OBSERVING, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
-        (OBSERVING, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OBSERVING, OBSERVING),
+        (OBSERVING, Event.WHOLES_CHANGE, _plan_next, OBSERVING, OBSERVING),
         (OBSERVING, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OBSERVING, OBSERVING),
         (OBSERVING, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (PLANNED, Event.SAME_STEP, _review, PLANNED, PLANNED),
@@ -602,7 +615,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (PLANNED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (PLANNED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (PLANNED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
-        (PLANNED, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OUTDATED, OUTDATED),
+        (PLANNED, Event.WHOLES_CHANGE, _plan_next, OUTDATED, OUTDATED),
         (PLANNED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (PLANNED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (OUTDATED, Event.SAME_STEP, _plan, PLANNED, PLANNED),
@@ -610,14 +623,14 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OUTDATED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OUTDATED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OUTDATED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
-        (OUTDATED, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, OUTDATED, OUTDATED),
+        (OUTDATED, Event.WHOLES_CHANGE, _plan_next, OUTDATED, OUTDATED),
         (OUTDATED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (OUTDATED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.NEW_STEP, _plan, PLANNED, WITHDRAWN),
         (WITHDRAWN, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
-        (WITHDRAWN, Event.OTHERS_KEEP_OTHERWISE, _keep_otherwise, WITHDRAWN, WITHDRAWN),
+        (WITHDRAWN, Event.WHOLES_CHANGE, _plan_next, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.UPDATES_IN_THE_WAY, _let_none_be_late, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
     )

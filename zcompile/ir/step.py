@@ -143,8 +143,8 @@ def without_dead_entries(step: StepTrace, alive: set[EntryRef]) -> StepTrace:
 
 
 def lasting(step: StepTrace) -> set[EntryRef]:
-    """The entries that outlive the step; not the low-precision copies of them, which come and go
-    with plans."""
+    """The entries that outlive the step; not the copies of them, in low precision or of the
+    shares of all ranks, which come and go with plans."""
     return {ref for ref, fact in step.facts.items() if fact.kind.lasting and not ref.is_copy}
 
 

@@ -73,8 +73,8 @@ class EntryRef(NamedTuple):
     a new key, in every step: so it is named by its parameter. The kind of an entry is no part of
     its name, for an optimizer makes a state of a result (`EntryFact` says the kind).
 
-    number  key of the entry in the store; of a gradient, or of a low-precision copy, the key of its
-            parameter there
+    number  key of the entry in the store; of a gradient, or of a copy (in low precision, or of
+            the shares of all ranks), the key of its parameter there
     role    whether the entry with that key is meant, the gradient of it, or its copy
     """
 
@@ -96,7 +96,7 @@ class EntryRef(NamedTuple):
 
     @property
     def copy(self) -> "EntryRef":
-        """The low-precision copy of this parameter."""
+        """The copy of this parameter: in low precision, or of the shares of all ranks."""
         return EntryRef(self.number, EntryRole.COPY)
 
     @property

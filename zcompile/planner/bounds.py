@@ -64,7 +64,8 @@ class Segment:
     writes  that it writes and somebody reads later; 0 where nobody does
     lives   whether somebody reads the bytes later, as they are after the segment
     late    whether it is of a forward that computes late updates
-    crosses bytes that come from other ranks, which the graph alone decides
+    crosses bytes that come from other ranks: what the graph gathers and exchanges, but for what is
+            kept whole on every rank
     """
 
     phase: Phase

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from zcompile.errors import BudgetExceeded, more_device_memory
+from zcompile.errors import KEEP_LESS, BudgetExceeded, more_device_memory
 from zcompile.ir.effects import IN
 from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
 from zcompile.ir.schedule import EntryIndex, Schedule
@@ -146,6 +146,8 @@ def plan_step(
     """
     made: list[StepPlan] = []
     refused: tuple[int, BudgetExceeded] | None = None
+    crowded: list[tuple[int, Placement]] = []
+    """Windows beside which the device has no room for what is pinned to it."""
     if wanted is None:
         windows = list(_windows(step, machine, room, arena, compute_seconds, stay))
     else:
@@ -156,9 +158,11 @@ def plan_step(
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
         if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
             break
+        if _beside_pinned(step, placement, window) > room.nbytes["device"]:
+            crowded.append((window, placement))
+            continue
         shared = replace(arena, window_bytes=window, depth=DEPTH)
         try:
-            _check_pinned(step, placement, room, window)
             plan = _planned(step, placement, shared, seconds)
         except BudgetExceeded as error:
             if refused is None or window >= refused[0]:
@@ -172,27 +176,44 @@ def plan_step(
         if not window:
             break  # nothing moves
     if not made:
+        if crowded:
+            raise _too_crowded(step, room, arena, crowded)
         assert refused is not None
         raise refused[1]
     return _simplest((*made, *_refined(step, made, seconds)))
 
 
-def _check_pinned(step: StepTrace, placement: Placement, room: Room, window: int) -> None:
-    """raises  BudgetExceeded, if what is pinned to the device does not fit beside a window"""
-    pinned = [fact for fact in step.facts.values() if fact.pinned]
-    if not pinned:
-        return
-    needed, budget = placement.resident_bytes(step) + window, room.nbytes["device"]
-    if needed > budget:
-        raise BudgetExceeded(
-            "device",
-            budget,
-            needed,
-            "a step whose parameters are kept whole on every rank, with a window to stream through",
-            [(fact.name, fact.nbytes) for fact in pinned],
-            f"{more_device_memory(needed)}, or stage='auto', which keeps what there is room for, "
-            "or stage=3",
-        )
+def _pinned_bytes(step: StepTrace) -> int:
+    return sum(aligned(fact.nbytes) for fact in step.facts.values() if fact.pinned)
+
+
+def _beside_pinned(step: StepTrace, placement: Placement, window: int) -> int:
+    """Bytes of device that a window needs beside what is pinned there; 0, if nothing is."""
+    return aligned(placement.resident_bytes(step) + window) if _pinned_bytes(step) else 0
+
+
+def _too_crowded(
+    step: StepTrace, room: Room, arena: ArenaShare, crowded: Sequence[tuple[int, Placement]]
+) -> BudgetExceeded:
+    """The error where what is pinned leaves no window: of the narrowest that a step can be arranged
+    in, with which it would have a plan."""
+    narrowest = sorted(crowded, key=lambda row: row[0])
+    window, placement = narrowest[-1]
+    for least, beside in narrowest:
+        with suppress(BudgetExceeded):
+            arranged(step, beside.homes, replace(arena, window_bytes=least, depth=DEPTH))
+            window, placement = least, beside
+            break
+    needed = _beside_pinned(step, placement, window)
+    pinned = [(fact.name, fact.nbytes) for fact in step.facts.values() if fact.pinned]
+    return BudgetExceeded(
+        "device",
+        room.nbytes["device"],
+        needed,
+        "a step whose parameters are kept whole on every rank",
+        [*pinned, ("the window to stream through", window)],
+        f"{more_device_memory(needed)}, or {KEEP_LESS}",
+    )
 
 
 LATE_PAYS = 1.01
@@ -513,7 +534,9 @@ def _windows(
     everything = beside(0)
     if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:
         yield 0, everything
-    least = max(arena.window_bytes, whole // PARTS[0], min(whole // 8, LEAST_WINDOW))
+    pinned = _pinned_bytes(step)
+    free = max(0, whole - pinned)
+    least = max(arena.window_bytes, free // PARTS[0], min(free // 8, LEAST_WINDOW))
     tried: list[int] = []
 
     def new(window: int) -> bool:
@@ -539,6 +562,9 @@ def _windows(
         window = max(least, whole // part)
         if new(window):
             yield window, beside(window)
+    # All that is left beside what is pinned, if that is all that it leaves.
+    if pinned and free not in tried:
+        yield free, beside(free)
 
 
 def _needed(step: StepTrace, homes: Mapping[EntryRef, str], lead: int) -> int:

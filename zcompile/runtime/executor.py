@@ -59,7 +59,8 @@ from zcompile.runtime.store.resident import (
     copies_of,
     refresh_copies,
     source_of,
-    wholes_are_made,
+    wholes_begin,
+    wholes_made,
 )
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
@@ -282,14 +283,20 @@ class Executor:
         of       the call that it is a part of, which is recorded; None: nothing is recorded
         raises   what a transfer raised; Unsupported, if another thread is in a call
         """
+        recorded = schedule if of is ... else of
+        if self.store.fabric is None:
+            self._end_step(schedule)
+            with deferred_interrupts():
+                return self._run(schedule, args, entries, recorded)
+        # An interrupt waits until the call is over, since the others wait for what comes after.
+        with deferred_interrupts(), told_to_ranks(self.store.fabric):
+            self._end_step(schedule)
+            return self._run(schedule, args, entries, recorded)
+
+    def _end_step(self, schedule: Schedule) -> None:
+        """Tell of the step that was recorded, if this call is the first of another."""
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
             self._policy.step_ended(step)
-        recorded = schedule if of is ... else of
-        with deferred_interrupts():
-            if self.store.fabric is None:
-                return self._run(schedule, args, entries, recorded)
-            with told_to_ranks(self.store.fabric):
-                return self._run(schedule, args, entries, recorded)
 
     def note_waiting(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Record a call of an optimizer of which nothing is walked yet, since its updates are
@@ -374,11 +381,11 @@ class Executor:
             self._walker = threading.get_ident()
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement, tuple(e.home for e in entries))
-            wholes_are_made(schedule, entries, over=False)
+            making = wholes_begin(schedule, entries)
             walk = _Call(self, schedule, values, entries, leaves, progress, joining)
             with uncollected(), self._computing(joining, progress):
                 walk.run(others)
-            wholes_are_made(schedule, entries, over=True)
+            wholes_made(making)
         finally:
             self._walker = None
             self._busy.release()

@@ -31,7 +31,7 @@ from zcompile.ir.memory_curve import Memory
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, StepRoom
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import current_pass
-from zcompile.ir.types import Layout, Region, aligned
+from zcompile.ir.types import ALIGNMENT, Layout, Region, aligned
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import TransferModes
 from zcompile.runtime import executor
@@ -183,6 +183,19 @@ class DeviceSplit:
             [(what, error.needed_bytes), (GRAPH_VALUES, self.held_bytes)],
             f"{more_device_memory(needed)}, or a smaller batch",
         )
+
+    def too_small_for_plan(self, error: BudgetExceeded, otherwise: str) -> BudgetExceeded:
+        """The error of a plan, which had no more of the device than other entries and compiled
+        graphs leave, in terms of the whole device.
+
+        otherwise  what else to do than to give it more
+        """
+        rest = self._store.device_budget - error.budget_bytes
+        needed, others = error.needed_bytes + rest, rest - self.held_bytes
+        rows = [(GRAPH_VALUES, self.held_bytes), ("what the step does not use", others)]
+        alive = [*error.alive, *(row for row in rows if row[1] >= ALIGNMENT)]
+        todo = f"{more_device_memory(needed)}, or {otherwise}"
+        return self._refusal(needed, error.where, alive, todo)
 
     def _refusal(
         self, needed: int, where: str, alive: Sequence[tuple[str, int]], todo: str

@@ -49,8 +49,8 @@ class Tiers:
         self._grows = more_to_come
 
     def want(self, homes: Mapping[EntryRef, str]) -> None:
-        """Let gradients, and low-precision copies, rest on these tiers from here on, as far as
-        there is room."""
+        """Let gradients, and copies of parameters, in low precision or of the shares of all ranks,
+        rest on these tiers from here on, as far as there is room."""
         self._wanted = {r: home for r, home in homes.items() if r.is_gradient or r.is_copy}
 
     def reserve(

@@ -186,9 +186,20 @@ def _copy(entry: Entry, read: CopyRead) -> Entry:
     return entry.whole[0]
 
 
-def wholes_are_made(schedule: Schedule, entries: Sequence[Entry], over: bool) -> None:
-    """Note that a call makes entries of the shares of all ranks: that it is about to, or that it
-    has (`over`)."""
-    for copy in schedule.copies:
-        if copy.made:
-            entries[copy.entry].whole_made(entries[copy.entry].version if over else NEVER)
+def wholes_begin(schedule: Schedule, entries: Sequence[Entry]) -> list[tuple[Entry, int]]:
+    """Note that a call is about to make entries of the shares of all ranks: until it has, they have
+    no value.
+
+    Returns whose they are, each with its version now: that of the shares which are gathered.
+    """
+    making = [entries[copy.entry] for copy in schedule.copies if copy.made]
+    for entry in making:
+        entry.whole_made(NEVER)
+    return [(entry, entry.version) for entry in making]
+
+
+def wholes_made(making: Sequence[tuple[Entry, int]]) -> None:
+    """Note that a call has made them. What was written meanwhile is out of date at once."""
+    for entry, version in making:
+        if entry.whole is not None:
+            entry.whole_made(version)

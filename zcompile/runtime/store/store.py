@@ -449,7 +449,8 @@ class Store:
         """Create a new, blank entry, `at` its place, or where `Tiers` sends it. raises TierFull
 
         `of`: key of the parameter that it is the gradient of, or of its own handle (`Share`).
-        `copy_of`: key of the parameter of which it is a low-precision copy.
+        `copy_of`: key of the parameter of which it is a copy, in low precision or of the shares of
+        all ranks.
         `partition`: `nbytes` are those of this rank's share.
         Nobody but the store owns it yet: ask for its `handle` before interrupts are delivered.
         """

@@ -266,10 +266,6 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             ),
         ),
     ),
-    "a fetch between resting entries does not wait for the last reader of its slot": (
-        "part on the device",
-        (Edit(_Call, "_start", "[self.begun, *self._after(fetch.after)]", "[self.begun]"),),
-    ),
     "compute does not wait for what it fetches beside what rests": (
         "part on the device",
         (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),

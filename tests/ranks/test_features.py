@@ -1,11 +1,10 @@
 """What users do besides the plain loop, with several ranks."""
 
-import logging
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
+from heard import warnings_of
 from rank_models import (
     BATCHES,
     STEPS,
@@ -200,7 +199,7 @@ def test_the_bytes_between_ranks_are_those_of_the_formula(pool):
 
 def seeded(mesh, opened):
     torch.manual_seed(10 + mesh.get_local_rank())
-    with told_by("zcompile.runtime.ranks.values") as told:
+    with warnings_of("zcompile.runtime.ranks.values") as told:
         if opened == "init":
             with zcompile.init(mesh=mesh, **BUDGETS):
                 model = Words()
@@ -227,23 +226,11 @@ class Filled(nn.Module):
 
 def filled(mesh):
     torch.manual_seed(10)
-    with told_by("zcompile.runtime.ranks.values") as told, zcompile.init(mesh=mesh, **BUDGETS):
+    with warnings_of("zcompile.runtime.ranks.values") as told, zcompile.init(mesh=mesh, **BUDGETS):
         model = Filled(mesh.get_local_rank())
     found = digest(model.parameters())
     zcompile.close(model)
     return found, [text.partition(" of ")[2].partition(";")[0] for text in told]
-
-
-@contextmanager
-def told_by(name):
-    """A list to which the warnings of a logger are added."""
-    found, heard = [], logging.Handler()
-    heard.emit = lambda record: found.append(record.getMessage())
-    logging.getLogger(name).addHandler(heard)
-    try:
-        yield found
-    finally:
-        logging.getLogger(name).removeHandler(heard)
 
 
 @pytest.mark.parametrize("opened", ["offload", "init"])

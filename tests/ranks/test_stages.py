@@ -1,12 +1,12 @@
 """ZeRO's stages: what all ranks keep whole changes what crosses between them, and no bit."""
 
 import functools
-import logging
 import re
 from contextlib import contextmanager
 
 import pytest
 import torch
+from heard import warnings_of
 from rank_models import (
     BATCHES,
     adamw,
@@ -339,19 +339,6 @@ def test_training_goes_on_where_room_to_keep_weights_is_lost(pool):
     assert "stage=2 was asked for" in own
     assert "needs" in own
     assert "another rank has no room" in other
-
-
-@contextmanager
-def warnings_of(name):
-    """The warnings that this logger gives meanwhile."""
-    said = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield said
-    finally:
-        logging.getLogger(name).removeHandler(handler)
 
 
 @contextmanager

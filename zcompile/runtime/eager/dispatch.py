@@ -86,8 +86,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         return _view(cls, func, args, kwargs)
     if (fabric := fabric_of(cls, args, kwargs)) is not None:
         agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
-        if func in OVERWRITES and isinstance(target := args[0], cls) and target.covers:  # type: ignore[attr-defined]  # of cls
-            session_of(target.entry).unlike.discard(target.entry.key)  # type: ignore[attr-defined]
+        if func in OVERWRITES and isinstance(args[0], cls):
+            target: Any = args[0]
+            if target.covers:  # in what it was before, the ranks need not have agreed
+                session_of(target.entry).unlike.discard(target.entry.key)
         if (norms := norms_over_ranks(cls, fabric, func, args, kwargs)) is not None:
             return norms
     repeat = None if has_lazy_results(args, kwargs) else list_call(cls, func, args, kwargs)

@@ -180,7 +180,8 @@ class Config:
             raise ConfigInvalid(
                 "reduction",
                 self.reduction,
-                "is not there yet; 'ordered' sums gradients in the order of ranks",
+                "is not there; 'ordered' sums gradients in the order of ranks, and a rank receives "
+                "no more bytes for it than for a reduce-scatter",
             )
         self._check_stage()
 

@@ -74,7 +74,8 @@ def stepped(model, call, optimizer, mesh, steps, clip=0.0):
 
 def trained(mesh, fields, kinds=None, clip=0.0, alone=None, steps=STEPS):
     """The state after training; what the last step has sent, what was predicted of it, what is kept
-    in low precision or whole, and how many plans have kept copies in low precision.
+    in low precision or whole, how many copies the last update has left to be made again, and after
+    how many steps the plan in force kept copies in low precision.
 
     alone  patches of one of the ranks: how much faster a plan must be that keeps copies in low
            precision, or that it has no room for them
@@ -99,6 +100,11 @@ def trained(mesh, fields, kinds=None, clip=0.0, alone=None, steps=STEPS):
     told = {"sent": {lane: sent[lane] for lane in ("gather", "exchange")}, "kept": kept}
     told |= {"plan": stats["plan"], "peak": stats["peak"], "predicted": stats.get("predicted")}
     told["copies"] = sum(e.nbytes for e in session.entries() if e.kind is EntryKind.COPY)
+    told["stale"] = sum(
+        version != entry.version
+        for entry in session.entries()
+        for _, version in entry.copies.values()
+    )
     state = state_of(model, made)
     zcompile.close(model)
     return state, told
@@ -159,6 +165,7 @@ def test_weights_that_are_asked_for_in_a_dtype_are_gathered_in_it(
     for rank, (_, told) in enumerate(rows):
         assert told["sent"] == formula(rank, ranks)
         assert told["copies"] == held(rank, ranks)
+        assert not told["stale"], "the optimizer writes them along, also of a share with padding"
 
 
 PLANNED = 6
@@ -180,6 +187,7 @@ def test_all_ranks_keep_the_copies_that_rank_0_chooses(pool, stage):
         assert told["kept"]
         assert told["sent"] == formula(rank, 2)
         assert told["copies"] == held(rank, 2)
+        assert not told["stale"]
         assert told["peak"]["device"] <= told["predicted"]["peak"]["device"]
     sent = sum(sum(told["sent"].values()) for _, told in rows)
     assert sent == sum(told["predicted"]["bytes"]["rank_to_rank"] for _, told in rows)
@@ -286,3 +294,29 @@ def test_a_hook_on_one_rank_alone_is_refused_before_bytes_move(pool):
     for said in pool.run(hooked_on_one_rank, 2):
         assert "rank 1: backward of graph0" in said
         assert "1 of gradients with hooks" in said
+
+
+def durably(mesh, disk):
+    """The state after a durable run under autocast that was closed, and resumed, on the way."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for steps in (range(STEPS - 1), range(STEPS - 1, STEPS)):
+        torch._dynamo.reset()
+        model = words()
+        fields = {**ROOMY, "stage": "auto", "param_dtype": BF16, "durable": True, "disk": disk}
+        zcompile.offload(model, mesh=mesh, **fields)
+        made = optimizer_named("adamw")(model.parameters())
+        if steps[0]:
+            assert zcompile.resume(disk, model, made)["step"] == steps[0]
+        run = torch.compile(model, backend="zinf")
+        zcompile.stats(model, reset=True)
+        stepped(model, run, made, mesh, steps)
+        sent = zcompile.stats(model)["fabric"]["bytes"]["gather"]
+        assert sent == len(steps) * formula(rank, ranks)["gather"]
+        state = state_of(model, made)
+        zcompile.close(model)
+    return state
+
+
+@pytest.mark.slow
+def test_a_durable_run_gathers_copies_and_resumes_with_the_same_bits(pool, alone, tmp_path):
+    assert pool.run(durably, 2, str(tmp_path)) == [alone(2)] * 2

@@ -7,7 +7,6 @@ import pytest
 import torch
 from rank_models import batch, optimizer_named, state_of, words
 from sampled import sampled, sampled_rows
-from torch import nn
 from torch.nn import functional as F
 
 import zcompile
@@ -38,10 +37,10 @@ def losses_of(call, step, rank, ranks):
         yield loss / len(numbers)
 
 
-def trained_alone(mesh, ranks, kinds=None, clip=0.0):
+def trained_alone(mesh, ranks, tied=False):
     """The state that one process of plain PyTorch ends with, which adds up the gradients of all
     micro-batches, each times 1/ranks, in the order of micro-batches, and of ranks within them."""
-    model = words(**(kinds or {}))
+    model = words(tied=tied)
     made = optimizer_named("adamw")(model.parameters())
     for step in range(STEPS):
         sums = {}
@@ -54,25 +53,21 @@ def trained_alone(mesh, ranks, kinds=None, clip=0.0):
                 param.grad = None
         for param, total in sums.items():
             param.grad = total
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         made.step()
         made.zero_grad()
     return state_of(model, made)
 
 
-def stepped(model, call, optimizer, mesh, steps, clip=0.0):
+def stepped(model, call, optimizer, mesh, steps):
     """Train as users write it."""
     for step in steps:
         for loss in losses_of(call, step, mesh.get_local_rank(), mesh.size()):
             loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def trained(mesh, fields, kinds=None, clip=0.0, alone=None, steps=STEPS):
+def trained(mesh, fields, steps=STEPS, alone=None, tied=False):
     """The state after training; what the last step has sent, what was predicted of it, what is kept
     in low precision or whole, how many copies the last update has left to be made again, and after
     how many steps the plan in force kept copies in low precision.
@@ -80,7 +75,7 @@ def trained(mesh, fields, kinds=None, clip=0.0, alone=None, steps=STEPS):
     alone  patches of one of the ranks: how much faster a plan must be that keeps copies in low
            precision, or that it has no room for them
     """
-    model, kept = words(**(kinds or {})), 0
+    model, kept = words(tied=tied), 0
     zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
     made = optimizer_named("adamw")(model.parameters())
     run = torch.compile(model, backend="zinf")
@@ -93,7 +88,7 @@ def trained(mesh, fields, kinds=None, clip=0.0, alone=None, steps=STEPS):
         for step in range(steps):
             if step == steps - 1:
                 zcompile.stats(model, reset=True)
-            stepped(model, run, made, mesh, [step], clip)
+            stepped(model, run, made, mesh, [step])
             kept += bool(getattr(plan_in_force(session), "reads", None))
     stats = zcompile.stats(model)
     sent = stats["fabric"]["bytes"]
@@ -154,12 +149,10 @@ def test_gradients_cross_narrow_with_the_bits_of_one_process(pool, alone, ranks)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "clip", "residency"),
-    sampled_rows([(1, 0.0, True), (2, 0.0, False), (3, 0.0, True)], (3, 0.0, True)),
+    ("ranks", "residency"),
+    sampled_rows([(1, True), (2, False), (3, True)], (3, True)),
 )
-def test_weights_that_are_asked_for_in_a_dtype_are_gathered_in_it(
-    pool, alone, ranks, clip, residency
-):
+def test_weights_that_are_asked_for_in_a_dtype_are_gathered_in_it(pool, alone, ranks, residency):
     rows = pool.run(trained, ranks, {"residency": residency, "param_dtype": BF16})
     assert [state for state, _ in rows] == [alone(ranks)] * ranks
     for rank, (_, told) in enumerate(rows):
@@ -180,8 +173,8 @@ def test_all_ranks_keep_the_copies_that_rank_0_chooses(pool, stage):
     """Rank 0 finds that it pays, and rank 1 that it does not: what crosses is the same on both, and
     what was predicted."""
     fields = {"stage": stage, "device_memory": "700KiB", "throttle": SLOW}
-    rows = pool.run(trained, 2, fields, None, 0.0, [ALWAYS, NEVER], PLANNED)
-    plain = pool.run(trained, 1, {"residency": False}, None, 0.0, None, PLANNED)
+    rows = pool.run(trained, 2, fields, PLANNED, [ALWAYS, NEVER])
+    plain = pool.run(trained, 1, {"residency": False}, PLANNED)
     assert rows[0][0] == rows[1][0]
     for rank, (_, told) in enumerate(rows):
         assert told["kept"]
@@ -194,9 +187,10 @@ def test_all_ranks_keep_the_copies_that_rank_0_chooses(pool, stage):
     assert plain[0][0] == rows[0][0], "micro-batches of two ranks are those of one, in turn"
 
 
+@pytest.mark.slow
 def test_rank_0_gives_up_copies_that_another_rank_has_no_room_for(pool):
     fields = {"device_memory": "700KiB", "throttle": SLOW}
-    rows = pool.run(trained, 2, fields, None, 0.0, [ALWAYS, NO_ROOM], 2 * PLANNED)
+    rows = pool.run(trained, 2, fields, 2 * PLANNED, [ALWAYS, NO_ROOM])
     (first, told), (second, of_second) = rows
     assert first == second
     assert told["kept"] in range(1, PLANNED), "it has kept some before"
@@ -208,8 +202,8 @@ def test_rank_0_gives_up_copies_that_another_rank_has_no_room_for(pool):
 
 def test_all_of_a_weight_is_kept_in_the_dtype_that_is_asked_for(pool):
     """Stage 2 gathers each once a step, in half the bytes, and holds half of them."""
-    rows = pool.run(trained, 2, {"stage": 2, "param_dtype": BF16}, None, 0.0, None, PLANNED)
-    plain = pool.run(trained, 1, {"residency": False}, None, 0.0, None, PLANNED)
+    rows = pool.run(trained, 2, {"stage": 2, "param_dtype": BF16}, PLANNED)
+    plain = pool.run(trained, 1, {"residency": False}, PLANNED)
     for rank, (state, told) in enumerate(rows):
         assert state == plain[0][0]
         assert told["plan"]["stage"] == 2
@@ -320,3 +314,12 @@ def durably(mesh, disk):
 @pytest.mark.slow
 def test_a_durable_run_gathers_copies_and_resumes_with_the_same_bits(pool, alone, tmp_path):
     assert pool.run(durably, 2, str(tmp_path)) == [alone(2)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3, "auto"])
+def test_a_weight_that_is_read_wide_as_well_trains_with_the_same_bits(pool, alone, stage):
+    """A tied weight: forward reads the table as it is, backward only what it is cast to."""
+    rows = pool.run(trained, 2, {"stage": stage, "param_dtype": BF16}, STEPS, None, True)
+    assert [state for state, _ in rows] == [alone(2, True)] * 2
+    assert rows[0][1]["plan"]["stage"] == 2 or stage != 2

@@ -54,7 +54,8 @@ class Config:
     machine         what to plan for, instead of what is measured here: a name (`zinf doctor
                     --machine` lists them), the path of a file, or a `zcompile.machine.Machine`
     param_dtype     keep a copy in this dtype of parameters that compiled graphs only read after a
-                    cast to it, as under torch.autocast; they and the optimizer stay as they are
+                    cast to it, as under torch.autocast: of those on disk, and of those that ranks
+                    hold shares of; they and the optimizer stay as they are
     throttle        link name -> bytes per second, paces the CPU device's transfers
     activations     what becomes of values that backward needs, where they do not fit: "recompute",
                     "offload" (to the host or to disk), whatever is cheaper for each ("auto");
@@ -179,7 +180,8 @@ class Config:
             raise ConfigInvalid(
                 "reduction",
                 self.reduction,
-                "is not there yet; 'ordered' sums gradients in the order of ranks",
+                "is not there; 'ordered' sums gradients in the order of ranks, and a rank receives "
+                "no more bytes for it than for a reduce-scatter",
             )
         self._check_stage()
 
@@ -222,6 +224,15 @@ class Config:
     def may_keep_wholes(self) -> bool:
         """Whether ranks may keep all of a parameter, and not only their shares of it."""
         return self.stage != 3 and not (self.stays_because or self.durable)
+
+    @property
+    def may_read_copies(self) -> bool:
+        """Whether a plan may keep low-precision copies of parameters, and let graphs read those.
+
+        Fusions of Inductor are compiled for the nodes as they are, so there are none then; and a
+        commit holds no copies that a plan makes.
+        """
+        return self.regions != "inductor" and not (self.stays_because or self.durable)
 
     @property
     def tiles_by_kernels(self) -> bool:

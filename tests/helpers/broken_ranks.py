@@ -171,7 +171,7 @@ KEEPING: tuple[Instruction, ...] = (
 def keeping(rows: tuple[Instruction, ...], phase: Phase = Phase.FORWARD) -> Schedule:
     """As `of_rank`; all of entry 0 is kept in entry 1."""
     same = Cast(torch.float32, torch.float32)
-    copy = CopyRead(EntryIndex(0), same, 1024, whole=True, made=True)
+    copy = CopyRead(EntryIndex(0), same, 1024, 256, whole=True, made=True)
     return replace(of_rank(rows, phase), copies=(copy,), names={0: "w", 1: "all of w"})
 
 
@@ -183,7 +183,39 @@ def _late(at: int, *instead: Instruction) -> Schedule:
     return of_rank((*LATE[:at], *instead, *LATE[at + 1 :]), Phase.FORWARD)
 
 
+NARROW: tuple[Instruction, ...] = (
+    Agree(Ticket(0), "backward"),
+    replace(share(WIDE, 1, 0, "w"), cast=Cast(torch.float32, torch.bfloat16)),
+    gather(WIDE, 2, 0, "w", 0, 1),
+    share(NEXT, 3, 1, "v"),
+    gather(NEXT, 4, 1, "v", 3),
+    replace(wait(WIDE, 2, 1, Layout((512,), (1,), 0, torch.bfloat16)), name="w"),
+    computed(0, 1, out=(2,), ticket=5),
+    free(WIDE, 1),
+    exchange(2, 10, 0, 6, "w", 0, 5),
+    replace(home(2, 10, 0, "w", 5, 6), cast=Cast(torch.float32, torch.bfloat16), share_nbytes=1024),
+    *BACKWARD[10:],
+)
+"""Of two weights the first is gathered in low precision, and its gradient exchanged so."""
+
+
+def _narrow(at: int, *instead: Instruction) -> Schedule:
+    return of_rank((*NARROW[:at], *instead, *NARROW[at + 1 :]))
+
+
 BROKEN_RANKS = {
+    "a wide share of what is gathered in low precision": (
+        lambda: _narrow(3, replace(share(NEXT, 3, 1, "v"), nbytes=1024, offset=0)),
+        "'v' is gathered with this rank's share as number 0 of 1, and 'w' as number 1 of 2",
+    ),
+    "a share that is none": (
+        lambda: _narrow(2, replace(NARROW[2], nbytes=768)),
+        "512 bytes of 'w' from 512 on are no share of the 768 that are gathered",
+    ),
+    "a gradient of which less is exchanged": (
+        lambda: _narrow(8, replace(NARROW[8], nbytes=512)),
+        "1024 bytes are the gradient of 'w', and 512 are exchanged of it",
+    ),
     "what is to be kept is not": (
         lambda: _keeping(7),
         "all of 'w' is out of date, and the call does not keep it",

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from joint import captured
+from joint import captured, catch
 from small_models import SMALL_MODELS
+from torch import nn
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, find
@@ -65,3 +66,42 @@ def test_without_a_dtype_the_pass_does_nothing():
 def test_what_rests_on_the_host_stays_wide():
     joint = captured("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
     assert set(dtypes(joint.graph).values()) == {torch.float32}
+
+
+def shared(joint):
+    """A graph as if this rank, the second of two, held shares of its parameters."""
+    params = {
+        name: replace(spec, share=(spec.nbytes // 2, spec.nbytes), shared=True)
+        for name, spec in joint.plan.params.items()
+    }
+    return replace(joint, plan=replace(joint.plan, params=params))
+
+
+def test_what_ranks_hold_shares_of_comes_narrow_wherever_it_rests():
+    from_disk = on_disk("bf16 autocast").through(GatherParams(), NarrowParams(BF16))
+    from_host = shared(captured("bf16 autocast")).through(GatherParams(), NarrowParams(BF16))
+    assert dtypes(from_host.graph) == dtypes(from_disk.graph)
+    for fetch in find(from_host.graph, ops.fetch):
+        spec, nbytes = from_host.plan.spec_of(fetch), from_host.plan.fetched_bytes(fetch)
+        assert nbytes == (spec.nbytes // 2 if fetch.args[4] is BF16 else spec.nbytes)
+
+
+class ReadTwice(nn.Module):
+    """Forward reads the weight as it is as well, backward only what it is cast to."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        with torch.autocast("cpu", BF16):
+            product = x @ self.weight
+        return product.float().sum() + self.weight.sum()
+
+
+@pytest.mark.parametrize(("alike", "narrow"), [(False, 1), (True, 0)])
+def test_what_may_be_kept_for_both_phases_comes_in_one_dtype(alike, narrow):
+    found = catch(ReadTwice(), torch.randn(4, 8, requires_grad=True))
+    joint = shared(found).through(GatherParams(), NarrowParams(BF16, alike=alike))
+    assert list(dtypes(joint.graph).values()).count(BF16) == narrow
+    assert len(dtypes(joint.graph)) == 2

@@ -304,10 +304,6 @@ def refused(mesh, case):
     return "not refused"
 
 
-def narrow(model, mesh):
-    zcompile.offload(model, mesh=mesh, param_dtype=torch.bfloat16, **BUDGETS)
-
-
 def in_tiles(model, mesh):
     zcompile.offload(model, mesh=mesh, tile_bytes="8KiB", **BUDGETS)
 
@@ -325,7 +321,6 @@ def uncompiled(model, mesh):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("narrow", "param_dtype=torch.bfloat16 is asked for, and several ranks"),
         ("in_tiles", "tile_bytes=8192 is asked for, and several ranks"),
         ("assigned", "the .data of 'head.weight' is assigned, and several ranks"),
         ("uncompiled", "comes from code outside of a compiled graph, and several ranks"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-from broken_ranks import BACKWARD, BUCKETED, KEEPING, LATE, keeping
+from broken_ranks import BACKWARD, BUCKETED, KEEPING, LATE, NARROW, keeping
 from broken_ranks import of_rank as in_phase
 from races import recounted
 
@@ -36,6 +36,8 @@ from zcompile.verify.schedule import verify_schedule
 
 KINDS = (Agree, Gather, Exchange | ExchangeBucket)
 """Of collectives; those of each kind are carried out one after the other."""
+SHARE = 512
+"""Bytes of what a rank brings to each gather."""
 SPEEDS = 12
 """Orders of events that each mutant is walked in."""
 
@@ -109,8 +111,9 @@ class Rank:
         self.started.remove(x)
         match x:
             case Fetch():
-                self.slots[x.slot.address] = self.shares[x.slot.address] = f"share of {x.name}"
-                self.memory[x.slot.address] = f"share of {x.name}"
+                share = f"share of {x.name}" if x.nbytes == SHARE else f"{x.nbytes} of {x.name}"
+                self.slots[x.slot.address] = self.shares[x.slot.address] = share
+                self.memory[x.slot.address] = share
             case Store():
                 lies = self.shares if x.offset else self.memory
                 self.result.append(f"{x.name} becomes {lies.get(x.slot.address)}")
@@ -191,7 +194,15 @@ def mutants(
                 f"{a} without t{ticket}",
                 of_rank((*rows[:a], replace(rows[a], after=left), *rows[a + 1 :])),
             )
+        if isinstance(rows[a], Fetch):  # as it is in another dtype
+            for nbytes in (SHARE // 2, 2 * SHARE):
+                other = replace(
+                    rows[a], nbytes=nbytes, offset=nbytes // SHARE * SHARE % (2 * SHARE)
+                )
+                yield f"{a} brings {nbytes}", of_rank((*rows[:a], other, *rows[a + 1 :]))
         if isinstance(rows[a], Gather | Exchange):
+            less = replace(rows[a], nbytes=rows[a].nbytes // 2)
+            yield f"{a} of half the bytes", of_rank((*rows[:a], less, *rows[a + 1 :]))
             for entry in (0, 1):
                 if entry != rows[a].entry:
                     yield (
@@ -217,8 +228,15 @@ def is_let_through(mutant: Schedule, sound: Schedule) -> bool:
         (BUCKETED, in_phase, 15),
         (LATE, partial(in_phase, phase=Phase.FORWARD), 60),
         (KEEPING, keeping, 40),
+        (NARROW, in_phase, 60),
     ],
-    ids=["gathers and exchanges", "a bucket", "late updates of shares", "kept for later calls"],
+    ids=[
+        "gathers and exchanges",
+        "a bucket",
+        "late updates of shares",
+        "kept for later calls",
+        "in low precision",
+    ],
 )
 def test_what_hangs_or_mixes_is_refused(ranks, rows, make, least):
     sound = make(rows)

@@ -48,7 +48,11 @@ from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
 from zcompile.passes.arrange import arrange
 from zcompile.passes.build_program import program_of
 from zcompile.passes.instrument import Watcher, open_run
-from zcompile.passes.narrow_params import reading_copies, with_copy_entries
+from zcompile.passes.narrow_params import (
+    has_copies_to_read,
+    reading_copies,
+    with_copy_entries,
+)
 from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.runtime.eager.tensor import TieredTensor, hand_on
@@ -321,13 +325,11 @@ class _Graph:
         sinks: Mapping[NodeName, int],
         wide: Schedule,
     ) -> None:
-        """Tell the session what would read low-precision copies in place of `wide`, once it asks.
-
-        Fusions of Inductor are compiled for the nodes as they are, so there is nothing then; and a
-        commit holds no copies that a plan makes.
-        """
-        may = self.config.regions != "inductor" and not self.config.durable
-        if session.controller.records and may:
+        """Tell the session what would read low-precision copies in place of `wide`, once it asks:
+        of several ranks on all, or on none."""
+        assert self.plan is not None
+        may = session.controller.records and self.config.may_read_copies
+        if may and has_copies_to_read(gm.graph, self.plan):
             make = partial(self._reading_copies, gm, told_as, sinks, wide)
             session.may_read_copies(wide.serial, cache(make))
 

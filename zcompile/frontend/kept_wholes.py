@@ -1,4 +1,7 @@
-"""Lets all ranks keep the same parameters whole: chosen by a plan, agreed on in each call.
+"""Lets all ranks keep the same copies of parameters: chosen by a plan, agreed on in each call.
+
+Copies are of the shares of all ranks, so that nothing is gathered; or of this rank's share in low
+precision, of which half the bytes are gathered.
 
 What is kept decides what crosses between ranks, while plans, and events that need the device's
 room, are those of one rank. So before each forward and backward the ranks tell each other what they
@@ -8,6 +11,10 @@ agreement more in each call.
 
 With `stage="auto"` rank 0 chooses, at its own costs. The others see what it keeps, and plan their
 next step with that; if one of them has no room for it, rank 0 gives it up.
+
+Of copies in low precision a call reads all that its graph has casts for, or none; each rank makes
+its own of its share. They are chosen, agreed on and followed likewise. A plan keeps copies of one
+kind, so where ranks differ in that, for a step, they read none.
 
 With `stage=2` all keep everything, and what does not fit is an error. That is so for the first
 plan, before which nothing was kept. Where room goes later, as to a larger batch of an evaluation,
@@ -31,7 +38,7 @@ from zcompile.ir.types import EntryRef, Phase
 from zcompile.passes.arrange import keeping_wholes
 from zcompile.passes.keep_wholes import gathered_by
 from zcompile.planner.step_plan import StepPlan
-from zcompile.planner.whole_step import NO_WHOLES, gathered_in
+from zcompile.planner.whole_step import NO_WHOLES, gathered_in, whole_bytes_in
 from zcompile.runtime.ranks.fabric import Fabric, digest_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.resident import copies_of
@@ -69,6 +76,11 @@ class KeptWholes:
         """Of each parameter that is to be kept, the steps in a row in which a rank did not."""
         self._seen_alone: set[EntryRef] = set()
         self._gave_up = self._were_kept = False
+        self._first_reads_copies = False
+        """Whether rank 0 keeps copies in low precision."""
+        self._copies_alone = 0
+        """Steps in a row in which rank 0 kept such copies, and another rank did not."""
+        self._seen_copies_alone = self._gave_up_copies = False
 
     @property
     def session(self) -> Session:
@@ -87,6 +99,14 @@ class KeptWholes:
         """Whether anything is ever kept, which is so on all ranks or on none."""
         session = self.session
         return session.fabric is not None and session.config.may_keep_wholes
+
+    @property
+    def agrees(self) -> bool:
+        """Whether ranks compare what they keep, which is so on all of them or on none."""
+        session = self.session
+        return session.fabric is not None and (
+            session.config.may_keep_wholes or session.config.may_read_copies
+        )
 
     @property
     def is_asked_for(self) -> bool:
@@ -114,6 +134,23 @@ class KeptWholes:
             return None
         return frozenset(ref for ref in gathered if self._of_first.get(ref))
 
+    def wants_copies(self) -> bool | None:
+        """Whether a plan is to keep copies in low precision; None: it chooses."""
+        if self._gave_up_copies:
+            return False
+        if self.session.fabric is None or not self._fabric.rank:
+            return None
+        return self._first_reads_copies
+
+    def give_up_copies(self, because: object) -> None:
+        """Keep no copies in low precision from here on.
+
+        because  for people
+        """
+        if not self._gave_up_copies:
+            log.info("no copies of weights in the dtype of autocast are kept: %s", because)
+        self._gave_up_copies = True
+
     def are_kept(self) -> None:
         """A plan is in force that keeps some."""
         self._were_kept = True
@@ -133,6 +170,23 @@ class KeptWholes:
 
     def step_ended(self, plan: StepPlan) -> bool:
         """Whether the plan in force keeps something else than it should, when a step has ended."""
+        changes = self._wholes_change(plan), self._copies_change(plan)
+        return any(changes)
+
+    def _copies_change(self, plan: StepPlan) -> bool:
+        """As `step_ended`, of copies in low precision."""
+        alone, self._seen_copies_alone = self._seen_copies_alone, False
+        if not self.agrees or self._gave_up_copies:
+            return bool(plan.reads) and self.agrees
+        if self._fabric.rank:
+            return bool(plan.reads) != self._first_reads_copies
+        self._copies_alone = self._copies_alone + 1 if alone else 0
+        if self._copies_alone >= PATIENCE:
+            self.give_up_copies("another rank has no room for them")
+        return self._gave_up_copies
+
+    def _wholes_change(self, plan: StepPlan) -> bool:
+        """As `step_ended`, of what is kept whole."""
         seen, self._seen_alone = self._seen_alone, set()
         if not self.may_keep or self._gave_up:
             return False
@@ -152,38 +206,74 @@ class KeptWholes:
 
         raises  RanksDiffer, RankFailed
         """
-        if not self.may_keep or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
+        if not self.agrees or schedule.phase is Phase.STEP or schedule.budget_bytes is None:
             return schedule
         if schedule.serial not in self._read:
-            self._read[schedule.serial] = gathered_by(schedule)
-        if not (read := self._read[schedule.serial]):
+            self._read[schedule.serial] = gathered_by(schedule) if self.may_keep else ()
+        offers = self.session.config.may_read_copies and self.session.offers_copies(schedule.serial)
+        if not (self._read[schedule.serial] or offers):
             return schedule
-        own = self._own(schedule, entries)
-        text = f"of {schedule.name}: {sum(map(bool, own))} of {len(own)} weights are kept whole"
-        told = self._fabric.compare(schedule.call_kind, digest_of(own), len(own), text=text)
+        wholes = self._own(schedule, entries)
+        copies = offers and self._reads_copies(schedule, entries)
+        own = bytes([*wholes, copies])
+        text = f"of {schedule.name}: {sum(map(bool, wholes))} of {len(wholes)} weights are kept "
+        text += f"whole, copies in low precision are {'' if copies else 'not '}"
+        told = self._fabric.compare(
+            schedule.call_kind, digest_of(own), len(own), offers, text=f"{text}kept"
+        )
         if len(set(told)) == 1:
-            self._note([entries[n].ref for n in read], [own])
-            return self._keeping(schedule, own)
+            self._note(schedule, entries, [own])
+            return self._reading(schedule, own)
         rows = self._fabric.rows(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         every = [bytes(row.tolist()) for row in rows]
-        self._note([entries[n].ref for n in read], every)
+        self._note(schedule, entries, every)
         least = bytes(map(min, zip(*every, strict=True)))
         # Another rank may ask for more gathers than this one has room for.
-        fits = self._too_large(schedule, entries, least) is None
+        fits = self._too_large(schedule, entries, least[:-1]) is None
         if not self._fabric.rows(torch.tensor([int(fits)])).all():
             return schedule
-        return self._keeping(schedule, least)
+        return self._reading(schedule, least)
+
+    def _reading(self, schedule: Schedule, told: bytes) -> Schedule:
+        """The schedule that reads what all ranks keep: of each weight that is gathered, and at last
+        whether copies in low precision are."""
+        *wholes, copies = told
+        if copies:
+            narrow = self.session.reading_copies(schedule.serial)
+            assert narrow is not None, "this rank has told that it reads them"
+            return narrow
+        return self._keeping(schedule, bytes(wholes))
+
+    def _reads_copies(self, schedule: Schedule, entries: Sequence[Entry]) -> bool:
+        """Whether this rank keeps all copies in low precision that a call would read, and has room
+        to read them."""
+        if not any(entry.copies for entry in entries):
+            return False
+        narrow, controller = self.session.reading_copies(schedule.serial), self._controller()
+        if narrow is None or any(
+            c.cast.copy_dtype not in entries[c.entry].copies for c in narrow.copies
+        ):
+            return False
+        assert controller is not None, "it asks"
+        return controller.too_large(narrow, (*entries, *copies_of(narrow, entries))) is None
 
     def _own(self, schedule: Schedule, entries: Sequence[Entry]) -> bytes:
         """What this rank keeps of what a call gathers, and has room to read so."""
-        read, controller = self._read[schedule.serial], self._controller()
+        controller = self._controller()
         assert controller is not None, "it asks"
-        own = bytes(_state(entries[n]) for n in read)
+        own = self._states(schedule, entries)
         while (error := self._too_large(schedule, entries, own)) is not None:
             if not controller.reclaim(error.needed_bytes):
                 break  # which the call itself will say
-            own = bytes(_state(entries[n]) for n in read)
+            own = self._states(schedule, entries)
         return own
+
+    def _states(self, schedule: Schedule, entries: Sequence[Entry]) -> bytes:
+        """What this rank keeps of what a call gathers, in the dtype that it is gathered in."""
+        if not self._read[schedule.serial]:
+            return b""
+        sizes = whole_bytes_in(schedule)
+        return bytes(_state(entries[n], sizes[n]) for n in self._read[schedule.serial])
 
     def _too_large(
         self, schedule: Schedule, entries: Sequence[Entry], states: bytes
@@ -211,16 +301,22 @@ class KeptWholes:
         same = found.holds.sizes == schedule.holds.sizes
         return found if same else replace(found, holds=schedule.holds)
 
-    def _note(self, refs: Sequence[EntryRef], every: Sequence[bytes]) -> None:
+    def _note(self, schedule: Schedule, entries: Sequence[Entry], every: Sequence[bytes]) -> None:
         """Remember what the ranks have told; `every`: one row, if all told the same."""
-        for ref, states in zip(refs, zip(*every, strict=True), strict=True):
+        refs = [entries[n].ref for n in self._read[schedule.serial]]
+        *wholes, copies = zip(*every, strict=True)
+        if self.session.offers_copies(schedule.serial):
+            self._first_reads_copies = bool(copies[0])
+            self._seen_copies_alone |= bool(copies[0]) and not all(copies)
+        for ref, states in zip(refs, wholes, strict=True):
             self._of_first[ref] = states[0] != Kept.NOT_KEPT
             to_be_kept = self.is_asked_for or self._of_first[ref]
             if to_be_kept and any(states) and Kept.NOT_KEPT in states:
                 self._seen_alone.add(ref)
 
 
-def _state(entry: Entry) -> Kept:
-    if entry.whole is None:
+def _state(entry: Entry, nbytes: int) -> Kept:
+    """nbytes  that a call gathers; what is kept may be of another dtype, that of another call"""
+    if entry.whole is None or entry.whole[0].nbytes != nbytes:
         return Kept.NOT_KEPT
     return Kept.UP_TO_DATE if entry.has_whole else Kept.OUT_OF_DATE

@@ -44,6 +44,8 @@ ALIKE = (
     "durable",
     "stage",
     "may_keep_wholes",
+    "may_read_copies",
+    "param_dtype",
 )
 """Of a config, what decides what crosses between ranks."""
 
@@ -106,7 +108,6 @@ def _refuse_unready(config: Config) -> None:
     """Refuse what several ranks cannot do together yet. raises  Unsupported"""
     asked = {
         f"device={config.device!r}": torch.device(config.device or "cpu").type != "cpu",
-        f"param_dtype={config.param_dtype}": config.param_dtype is not None,
         f"tile_bytes={config.tile_bytes}": config.tile_bytes is not None,
     }
     if said := [text for text, holds in asked.items() if holds]:
@@ -167,7 +168,10 @@ def check_stage(
         layout = Layout.of(param)
         part = partition_of(layout, fabric.rank, fabric.size)
         if part is not None:
-            wholes.append((name, part.padded * layout.dtype.itemsize))
+            itemsize = layout.dtype.itemsize
+            if config.param_dtype is not None:  # all of a copy in that may be what is kept
+                itemsize = min(itemsize, config.param_dtype.itemsize)
+            wholes.append((name, part.padded * itemsize))
     needed = sum(nbytes for _, nbytes in wholes)
     if needed > device_bytes:
         raise BudgetExceeded(

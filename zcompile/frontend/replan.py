@@ -93,8 +93,8 @@ class Event(Enum):
     GRADIENTS_IN_THE_WAY = auto()
     """Step after step, gradients that stayed had to go home."""
     WHOLES_CHANGE = auto()
-    """Other parameters are to be kept whole than the plan in force keeps: rank 0 keeps others, or
-    this rank has given them up."""
+    """Other copies of parameters are to be kept than the plan in force keeps, of the shares of all
+    ranks or in low precision: rank 0 keeps others, or this rank has given them up."""
     UPDATES_IN_THE_WAY = auto()
     """Step after step, late updates were asked for before the next forward."""
     ARENA_RESIZES = auto()
@@ -131,8 +131,6 @@ class StepController(Rescheduling):
         """Bytes of the arena to leave free, as far as is known."""
         self._may_be_late = True
         """Whether updates may be late."""
-        self._may_be_narrow = True
-        """Whether low-precision copies may be kept."""
         self._wholes = KeptWholes(session, self)
         self._narrow_serials: frozenset[int] = frozenset()
         """Of the schedules that read such copies."""
@@ -307,7 +305,7 @@ class StepController(Rescheduling):
         return True
 
     def _plan_next(self) -> bool:
-        """Do nothing at once: the next plan asks what is to be kept whole."""
+        """Do nothing at once: the next plan asks what copies are to be kept."""
         return True
 
     # Plans.
@@ -372,16 +370,19 @@ class StepController(Rescheduling):
         )
         kept = frozenset(alive if self._may_stay else step.facts)
         with gc_paused():
-            return plan_of(
+            plan = plan_of(
                 self.session,
                 step,
                 self.costs(),
                 self._least_window,
                 kept,
                 self._may_be_late,
-                self._may_be_narrow,
                 self._wholes.wanted(step),
+                wanted := self._wholes.wants_copies(),
             )
+        if wanted and not plan.reads:
+            self._wholes.give_up_copies("this rank has no room for them, or no plan with them")
+        return plan
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -458,7 +459,7 @@ class StepController(Rescheduling):
             self._drop_copies()
             if self._wholes.is_required:
                 raise
-            self._may_be_narrow = False
+            self._wholes.give_up_copies(error)
             self._wholes.give_up(error)
             return None
         self._holds_wholes = bool(plan.wholes)
@@ -507,7 +508,7 @@ class StepController(Rescheduling):
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """`schedule`, or the one that reads low-precision copies in its place, if the plan keeps
         one of each that it reads; of several ranks, the one that reads what all of them keep."""
-        if self._wholes.may_keep:
+        if self._wholes.agrees:
             return self._wholes.agreed(schedule, entries)
         plan = self.plan
         if plan is None or not plan.reads or schedule.phase is Phase.STEP:

@@ -71,13 +71,13 @@ def plan_of(
     least_window: int,
     kept: frozenset[EntryRef],
     may_be_late: bool = True,
-    may_be_narrow: bool = True,
     wholes: Set[EntryRef] | None = NO_WHOLES,
+    copies: bool | None = None,
 ) -> StepPlan:
     """The plan for a step like this one.
 
     wholes        parameters of which all is to rest on the device; None: the plan chooses them
-
+    copies        whether low-precision copies are kept, if there is room; None: the plan chooses
     least_window  bytes of the arena to leave free
     kept          gradients that are not gone when the next forward begins, so that none of them may
                   stay outside the arena
@@ -116,10 +116,11 @@ def plan_of(
         else:
             plan = planned(step, kept, None)
         if wholes is None:
-            return plan_whole_or_not(step, plan, not_late, arena_bytes - window)
-        if not may_be_narrow:
+            plan = plan_whole_or_not(step, plan, not_late, arena_bytes - window)
+        if copies is False:
             return plan
-        return plan_narrow_or_not(step, plan, not_late, session.reading_copies, room)
+        reading = session.reading_copies
+        return plan_narrow_or_not(step, plan, not_late, reading, room, copies is True)
 
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
@@ -132,10 +133,11 @@ def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
 def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:
     """A step as it was recorded, and with copies, if it may have any, in low precision or of the
     shares of all ranks: no plan of any of them is shorter than the bound of that."""
+    found = [base]
     if session.fabric is not None and session.config.may_keep_wholes:
-        return [base, with_wholes(base, {row.ref for row in gathered_in(base)})]
+        found.append(with_wholes(base, {row.ref for row in gathered_in(base)}))
     narrow = with_copies(base, session.reading_copies)
-    return [base] if narrow is None else [base, narrow.step]
+    return found if narrow is None else [*found, narrow.step]
 
 
 def whole_room(session: Session) -> Room:

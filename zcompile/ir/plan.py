@@ -136,9 +136,12 @@ class GraphPlan:
         return self.params[NodeName(handle.name)]
 
     def fetched_bytes(self, fetch: fx.Node) -> int:
-        """Bytes of the arena that a fetch fills: of a tensor whose shares ranks gather, all."""
-        spec = self.spec_of(fetch)
-        return layout_of_fetch(fetch).nbytes if spec.share is None else spec.nbytes
+        """Bytes of the arena that a fetch fills: of a tensor whose shares ranks gather, all, in the
+        dtype that it is fetched in."""
+        spec, brings = self.spec_of(fetch), layout_of_fetch(fetch)
+        if spec.share is None:
+            return brings.nbytes
+        return spec.nbytes // spec.layout.dtype.itemsize * brings.dtype.itemsize
 
     @property
     def memory(self) -> Memory | None:

@@ -49,6 +49,7 @@ class CopyRead(NamedTuple):
     entry   the parameter that it is a copy of
     cast    the same dtype twice, if it is of all shares
     nbytes  of the copy
+    numel   elements that have values: all but the padding of a share
     whole   it is of the shares of all ranks
     made    it is out of date, and the call makes it of what it gathers
     """
@@ -56,6 +57,7 @@ class CopyRead(NamedTuple):
     entry: EntryIndex
     cast: Cast
     nbytes: int
+    numel: int
     whole: bool = False
     made: bool = False
 

@@ -249,7 +249,7 @@ class _Builder:
             lasting=not spec.activation,
             cast=_cast(spec, brings),
             start=first,
-            share=Share(*spec.share, len(self.waited)) if spec.share is not None else None,
+            share=_share(spec, brings, len(self.waited)),
             gather=first,
         )
 
@@ -296,6 +296,15 @@ class _Builder:
         )
         self.offloaded[node] = offload
         self.departures[-1].append(offload)
+
+
+def _share(spec: ParamSpec, brings: Layout, order: int) -> Share | None:
+    """The bytes of what a fetch brings that rest on this rank, in the dtype that it brings; None:
+    all do."""
+    if spec.share is None:
+        return None
+    begin, end = (at // spec.layout.dtype.itemsize * brings.dtype.itemsize for at in spec.share)
+    return Share(begin, end, order)
 
 
 def _narrower(spec: ParamSpec, made: torch.dtype) -> Cast | None:

@@ -28,7 +28,8 @@ def gathered_by(schedule: Schedule) -> tuple[EntryIndex, ...]:
 def keep_wholes(
     program: RegionProgram, kept: Set[EntryIndex], made: Set[EntryIndex]
 ) -> RegionProgram:
-    """The program of calls for which all of the entries `kept` rests on this rank.
+    """The program of calls for which all of the entries `kept` rests on this rank, in the dtype
+    that they are gathered in.
 
         w: a share of [0, 2K), read by 0, 3    w, made:  as it was, and stored to the copy behind 3
                                          ->    w, else:  the copy of w, read by 0, 3
@@ -45,6 +46,7 @@ def keep_wholes(
             value.entry,
             Cast(value.layout.dtype, value.layout.dtype),
             value.nbytes,
+            value.layout.numel,
             whole=True,
             made=value.entry in made,
         )
@@ -55,7 +57,7 @@ def keep_wholes(
         if value.share is None or value.entry not in index:
             return value
         if value.entry not in made:
-            return value._replace(entry=index[value.entry], share=None)
+            return value._replace(entry=index[value.entry], share=None, cast=None)
         return value._replace(kept_in=index[value.entry]) if first[value.entry] is value else value
 
     names = {int(index[value.entry]): f"all of {value.name}" for value in copies}

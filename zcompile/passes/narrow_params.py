@@ -5,9 +5,9 @@ steps are planned, the graph stays as it is, and a second program of each phase 
 (`reading_copies`, `with_copy_entries`); the plan says whether it is walked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -32,12 +32,17 @@ class NarrowParams(Pass):
     The store keeps such a copy beside the parameter and makes it by the same cast, so no bit
     changes. This is how autocast reads weights: half the bytes travel, and the optimizer still
     updates the float32 master. Only for parameters that rest on disk: a copy of a parameter on the
-    host would take more of the host, or rest on disk itself.
+    host would take more of the host, or rest on disk itself. And for those of which ranks hold
+    shares, wherever these rest, since what crosses must not depend on that: each rank has a copy of
+    its share, and half the bytes are gathered.
 
     dtype  of the copies; None leaves all as it is
+    alike  a parameter of which ranks hold shares comes in one dtype wherever the graph reads it, so
+           that all of it may be kept for both phases
     """
 
     dtype: torch.dtype | None = None
+    alike: bool = False
 
     name: ClassVar[str] = "narrow-params"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_GATHERED})
@@ -46,26 +51,31 @@ class NarrowParams(Pass):
     def rewrite(self, graph: fx.Graph, plan: GraphPlan) -> GraphPlan:
         if self.dtype is None:
             return plan
-        narrowed = [fetch for fetch in find(graph, ops.fetch) if self._narrow(graph, fetch, plan)]
-        if not narrowed:
-            text = f"no parameter on disk is read only after a cast to {self.dtype} (autocast)"
+        fetches = find(graph, ops.fetch)
+        narrow = {fetch for fetch in fetches if self._may_be_narrow(graph, fetch, plan)}
+        if self.alike:
+            wide = {fetch.args[0] for fetch in fetches if fetch not in narrow}
+            shared = {fetch for fetch in narrow if plan.spec_of(fetch).share is not None}
+            narrow -= {fetch for fetch in shared if fetch.args[0] in wide}
+        for fetch in fetches:
+            if fetch in narrow:
+                (wait,) = fetch.users
+                _narrow(graph, fetch, wait, list(wait.users), self.dtype)
+        if not narrow:
+            text = (
+                "no parameter on disk, or of which ranks hold shares, is read only after a cast to "
+                f"{self.dtype} (autocast)"
+            )
             return replace(plan, notes=(*plan.notes, Note(self.name, None, text)))
         return plan
 
-    def _narrow(self, graph: fx.Graph, fetch: fx.Node, plan: GraphPlan) -> bool:
-        """Fetch the copy, if all readers cast to it and it exists; returns whether."""
+    def _may_be_narrow(self, graph: fx.Graph, fetch: fx.Node, plan: GraphPlan) -> bool:
+        """Whether all readers of what is fetched cast it, and a copy of it may be kept."""
         (wait,) = fetch.users
-        casts = list(wait.users)
-        spec = plan.spec_of(fetch)
-        if (
-            self.dtype is None
-            or spec.home != "disk"
-            or not spec.layout.covers(spec.nbytes)
-            or not all(_casts(graph, wait, cast, self.dtype) for cast in casts)
-        ):
+        spec, dtype = plan.spec_of(fetch), self.dtype
+        if spec.share is None and (spec.home != "disk" or not spec.layout.covers(spec.nbytes)):
             return False
-        _narrow(graph, fetch, wait, casts, self.dtype)
-        return True
+        return dtype is not None and all(_casts(graph, wait, cast, dtype) for cast in wait.users)
 
 
 def _casts(graph: fx.Graph, wait: fx.Node, user: fx.Node, dtype: torch.dtype) -> bool:
@@ -106,33 +116,55 @@ def reading_copies(graph: fx.Graph, plan: GraphPlan) -> fx.Graph | None:
     Nodes stay in the regions that they were cut into. Copies are of one dtype, that of the first
     cast. A parameter that is read wide as well, or of which only a part is read, comes as it is.
     """
+    if not has_copies_to_read(graph, plan):
+        return None
     made, _ = copy_graph(graph)
     found: dict[fx.Node, fx.Node] = {}
+    for read in _read_after_casts(made, plan):
+        _narrow(made, read.fetch, read.wait, read.casts, read.dtype)
+        found[read.wait] = read.release
+    _release_later(made, found)
+    return made
+
+
+def has_copies_to_read(graph: fx.Graph, plan: GraphPlan) -> bool:
+    """Whether the graph of one phase reads large parameters only after a cast: of those that
+    several ranks train, such as they hold shares of. That is so on all of them, or on none."""
+    return next(_read_after_casts(graph, plan), None) is not None
+
+
+class _ReadAfterCasts(NamedTuple):
+    """A fetch of which only casts to one dtype are read."""
+
+    fetch: fx.Node
+    wait: fx.Node
+    casts: list[fx.Node]
+    release: fx.Node
+    dtype: torch.dtype
+
+
+def _read_after_casts(graph: fx.Graph, plan: GraphPlan) -> Iterator[_ReadAfterCasts]:
+    """What may come as a copy, in the dtype of the first cast."""
     dtype: torch.dtype | None = None
-    for fetch in find(made, ops.fetch):
+    for fetch in find(graph, ops.fetch):
         spec, (wait,) = plan.spec_of(fetch), fetch.users
         casts = [user for user in wait.users if user.target is not ops.release]
         releases = [user for user in wait.users if user.target is ops.release]
         known = bool(casts) and casts[0].target in CASTS
         wanted = dtype or (casts[0].meta["val"].dtype if known else None)
+        whole = spec.layout.covers(spec.nbytes) and not spec.shared
         if (
             spec.activation
-            or spec.shared
             or spec.nbytes <= SMALL_BYTES
-            or not spec.layout.covers(spec.nbytes)
+            or not (whole or spec.share is not None)
             or len(releases) != 1
             or not casts
             or wanted is None
-            or not all(_casts(made, wait, cast, wanted) for cast in casts)
+            or not all(_casts(graph, wait, cast, wanted) for cast in casts)
         ):
             continue
         dtype = wanted
-        _narrow(made, fetch, wait, casts, dtype)
-        found[wait] = releases[0]
-    if not found:
-        return None
-    _release_later(made, found)
-    return made
+        yield _ReadAfterCasts(fetch, wait, casts, releases[0], dtype)
 
 
 def _release_later(graph: fx.Graph, releases: Mapping[fx.Node, fx.Node]) -> None:
@@ -162,7 +194,7 @@ def with_copy_entries(program: RegionProgram, wide: RegionProgram) -> RegionProg
             return value
         if value.entry not in index:
             index[value.entry] = own + len(copies)
-            copies.append(CopyRead(value.entry, value.cast, value.nbytes))
+            copies.append(_copy_read(value, value.cast))
         name = f"{value.name} in {_said(value.cast)}"
         names[index[value.entry]] = name
         return value._replace(entry=EntryIndex(index[value.entry]), name=name, cast=None)
@@ -176,6 +208,16 @@ def with_copy_entries(program: RegionProgram, wide: RegionProgram) -> RegionProg
         ),
         regions=tuple(_costing_as(run, before) for run in program.regions),
     ).with_values(values)
+
+
+def _copy_read(value: ReadValue, cast: Cast) -> CopyRead:
+    """The copy that brings a value: of all of it, or of the share that this rank holds."""
+    share, itemsize = value.share, cast.copy_dtype.itemsize
+    if share is None:
+        return CopyRead(value.entry, cast, value.nbytes, value.nbytes // itemsize)
+    numel = value.layout.numel
+    first, last = (min(numel, at // itemsize) for at in (share.begin, share.end))
+    return CopyRead(value.entry, cast, share.nbytes, last - first)
 
 
 def _said(cast: Cast) -> str:

@@ -75,7 +75,8 @@ def pipeline(
     tile_bytes = _tile_bytes(config)
     gathered = (
         GatherParams(),  # one gather per parameter and phase, before its first reader
-        NarrowParams(config.param_dtype),  # what is only read after a cast comes in that dtype
+        # what is only read after a cast comes in that dtype
+        NarrowParams(config.param_dtype, alike=config.may_keep_wholes),
         ReleaseParams(),  # full -> nothing, after its last reader
         # gradient -> home tier, as soon as it is made; a commit holds it as the optimizer reads it
         ReduceGrads(narrow=not config.durable),

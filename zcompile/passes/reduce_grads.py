@@ -20,7 +20,7 @@ from zcompile.ir.graph import (
 )
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.torch_compat import gradient_of, handle_input
-from zcompile.ir.types import SMALL_BYTES, Layout, NodeName, Phase
+from zcompile.ir.types import SMALL_BYTES, Layout, NodeName, ParamSpec, Phase
 from zcompile.passes.base import Fact, Pass
 
 NARROW = frozenset({torch.bfloat16, torch.float16})
@@ -42,7 +42,8 @@ class ReduceGrads(Pass):
     first. The sink stays an output until the graph is cut, so that autograd keeps the parameter in
     its books; backward then returns None in its place.
 
-    narrow  a gradient that is a widening cast is sent as it was before
+    narrow  a gradient that is a widening cast is sent as it was before; one that ranks exchange is
+            so in any case, since it is widened before it rests
     """
 
     narrow: bool = True
@@ -68,8 +69,9 @@ class ReduceGrads(Pass):
             if source in handles and isinstance(grad, fx.Node) and grad.target not in ops.SINKS:
                 transposed.append(grad)
                 grad = _transposed_back(grad)
-                if self.narrow:
-                    grad = _before_widening(grad, kept, plan, handles[source])
+                spec = plan.params[NodeName(handles[source].name)]
+                if self.narrow or spec.share is not None:
+                    grad = _before_widening(grad, kept, spec)
                 grad = _own(graph, grad, kept)
                 results[position] = _sink(graph, grad, handles[source], plan)
         output.args = (tuple(results),)
@@ -96,20 +98,18 @@ def _transposed_back(grad: fx.Node) -> fx.Node:
     return grad
 
 
-def _before_widening(
-    grad: fx.Node, kept: Container[fx.Node], plan: GraphPlan, handle: fx.Node
-) -> fx.Node:
+def _before_widening(grad: fx.Node, kept: Container[fx.Node], spec: ParamSpec) -> fx.Node:
     """The value that `grad` is a cast of to the dtype of its parameter, if that loses nothing: it
-    is sent as it was made, and widened where it is used. Under autocast gradients are such casts.
+    is sent as it was made, and widened where it is used, or where ranks add it up. Under autocast
+    gradients are such casts.
 
         %w  = aten.mm(%a, %b)           bf16          %w = aten.mm(%a, %b)
         %dw = aten._to_copy(%w, f32)            ->    %s = zinf.reduce_grad(%w, %p)
         %s  = zinf.reduce_grad(%dw, %p)
     """
-    spec = plan.params[NodeName(handle.name)]
     small = spec.nbytes <= SMALL_BYTES
-    exchanged = spec.share is not None  # summed over ranks first, in the dtype of the parameter
-    if grad.target not in CASTS or len(grad.users) > 1 or spec.shared or small or exchanged:
+    bucketed = spec.shared and spec.share is None  # with others, in the dtype of the parameter
+    if grad.target not in CASTS or len(grad.users) > 1 or small or bucketed:
         return grad
     (source,) = grad.all_input_nodes
     source = _transposed_back(source)

@@ -11,10 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-import torch
-
 from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
-from zcompile.ir.schedule import SERIALS, EntryIndex, Schedule
+from zcompile.ir.schedule import SERIALS, CopyRead, EntryIndex, Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 
@@ -67,17 +65,13 @@ def with_copies(step: StepTrace, reading: Reading) -> NarrowStep | None:
         calls.append(replace(call, schedule=narrow, entries=entries))
     if not reads:
         return None
-    dtypes = {
-        call.entries[copy.entry]: copy.cast.copy_dtype
-        for call in calls
-        for copy in call.schedule.copies
-    }
-    made = [_writing(call, facts, dtypes) if call.phase is Phase.STEP else call for call in calls]
+    copies = {call.entries[c.entry]: c for call in calls for c in call.schedule.copies}
+    made = [_writing(call, facts, copies) if call.phase is Phase.STEP else call for call in calls]
     return NarrowStep(replace(step, calls=tuple(made), facts=facts), reads)
 
 
 def _writing(
-    call: StepCall, facts: Mapping[EntryRef, EntryFact], dtypes: Mapping[EntryRef, torch.dtype]
+    call: StepCall, facts: Mapping[EntryRef, EntryFact], copies: Mapping[EntryRef, CopyRead]
 ) -> StepCall:
     """A call of an optimizer that writes copies along with the weights that it writes whole."""
     entries, rows = [*call.entries], []
@@ -85,15 +79,14 @@ def _writing(
         more = []
         for column in row.columns:
             ref = call.entries[column.entry]
-            nbytes = row.numel * column.dtype.itemsize
-            if ref not in dtypes or not column.writes or nbytes != facts[ref].nbytes:
+            if ref not in copies or not column.writes or row.numel != copies[ref].numel:
                 continue
             fact = facts[ref.copy]
             more.append(
                 Column(
                     EntryIndex(len(entries)),
                     0,
-                    dtypes[ref],
+                    copies[ref].cast.copy_dtype,
                     True,
                     False,
                     fact.name,

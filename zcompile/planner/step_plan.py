@@ -313,21 +313,27 @@ NARROW_PAYS = 1.01
 
 
 def plan_narrow_or_not(
-    step: StepTrace, plan: StepPlan, planned: Planned, reading: Reading, room: Room
+    step: StepTrace,
+    plan: StepPlan,
+    planned: Planned,
+    reading: Reading,
+    room: Room,
+    wanted: bool = False,
 ) -> StepPlan:
     """`plan`, or a faster one that reads low-precision copies of weights, where the tiers have room
     for them.
 
     planned  makes a plan, for a step whose updates are not late
+    wanted   it is to read copies, whether that is faster or not: another rank does
     """
-    if not _moves_weights(plan):
+    if not (wanted or _moves_weights(plan)):
         return plan
     narrow = with_copies(step, reading)
     if narrow is None or not _has_room(narrow.step, room):
         return plan
     with suppress(BudgetExceeded):
         found = replace(planned(narrow.step, frozenset(), None), reads=narrow.reads)
-        if found.seconds * NARROW_PAYS < plan.seconds:
+        if wanted or found.seconds * NARROW_PAYS < plan.seconds:
             return found
     return plan
 

@@ -40,15 +40,19 @@ class Gathered:
 
 def gathered_in(step: StepTrace) -> list[Gathered]:
     """The parameters that a step, as it was recorded, gathers: first those of which keeping a byte
-    saves most, then in the order of the step."""
+    saves most, then in the order of the step. Without those that come in two dtypes, as graphs of
+    their own may read them (`param_dtype`)."""
     times, sizes = Counter[EntryRef](), dict[EntryRef, int]()
+    mixed = set[EntryRef]()
     written = _written_in(step)
     for call in step.calls:
         for index in gathered_by(call.schedule) if call.phase is not Phase.STEP else ():
-            ref = call.entries[index]
-            sizes[ref] = _whole_bytes(call.schedule, index)
+            ref, nbytes = call.entries[index], whole_bytes_in(call.schedule)[index]
+            if sizes.setdefault(ref, nbytes) != nbytes:
+                mixed.add(ref)
             times[ref] += 1
-    found = [Gathered(ref, sizes[ref], n - (ref in written)) for ref, n in times.items()]
+    alike = {ref: n for ref, n in times.items() if ref not in mixed}
+    found = [Gathered(ref, sizes[ref], n - (ref in written)) for ref, n in alike.items()]
     return sorted(found, key=lambda row: -row.saves)
 
 
@@ -120,6 +124,9 @@ def _written_by(call: StepCall) -> set[EntryRef]:
     }
 
 
-def _whole_bytes(schedule: Schedule, index: EntryIndex) -> int:
+def whole_bytes_in(schedule: Schedule) -> dict[EntryIndex, int]:
+    """Bytes of all shares of each entry that a schedule, as it was compiled, gathers: in the dtype
+    that they are gathered in."""
     assert schedule.program is not None, "of a graph"
-    return next(v.nbytes for v in schedule.program.values if v.entry == index and v.share)
+    values = reversed(schedule.program.values)
+    return {v.entry: v.nbytes for v in values if v.share is not None}

@@ -26,6 +26,7 @@ from zcompile.ir.schedule import (
     Agree,
     Borrow,
     Drop,
+    EntryIndex,
     Exchange,
     ExchangeBucket,
     Fetch,
@@ -505,6 +506,8 @@ class _Call:
         self.made: list[Entry] = []
         self.bucket: list[tuple[Leaf, Tensor]] = []
         """Small gradients, [numel] each, until they are exchanged."""
+        self.widened: set[EntryIndex] = set()
+        """Entries whose gradients, narrow as they are made, are exchanged in their own dtype."""
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -645,7 +648,8 @@ class _Call:
         """Start moving a gradient to its home tier, once earlier ones leave room in flight."""
         in_flight, nbytes, leaf = self.in_flight, reduce.nbytes, self.leaves[reduce.entry]
         cast, after = reduce.cast, self._after(reduce.after)
-        if cast is not None and self.gradients.may_rest_narrow(leaf):
+        exchanges = reduce.parts is not None
+        if cast is not None and (exchanges or self.gradients.may_rest_narrow(leaf)):
             cast = None  # it leaves as it is
         if cast is not None:
             nbytes = nbytes // cast.copy_dtype.itemsize * cast.dtype.itemsize
@@ -667,7 +671,8 @@ class _Call:
             exchanged, self.values[reduce.parts] = self.values[reduce.parts], None
             in_flight.note(grad, exchanged.ticket)
             in_flight.sent(nbytes, freed)  # what ranks make of it lies in memory of the host
-            self.gradients.exchanged.take(leaf, grad.dtype, exchanged)
+            dtype = grad.dtype if reduce.cast is None else reduce.cast.dtype
+            self.gradients.exchanged.take(leaf, dtype, exchanged)
             return
         held = self.gradients.on_device.receive(leaf, grad)
         if held is not None:
@@ -679,10 +684,16 @@ class _Call:
 
     def _agree(self, agree: Agree) -> None:
         """Start comparing with the other ranks which collectives this call has, over what."""
-        fabric, entries = self._fabric, self.entries
+        fabric, entries, gradients = self._fabric, self.entries, self.gradients.exchanged
         names = [(kind, entries[at].name, nbytes) for kind, at, nbytes in self.schedule.collectives]
         text = f"of {self.schedule.name}: {len(names)} collectives"
-        self.tickets[agree.ticket] = fabric.begin_agreement(agree.name, digest_of(names), text)
+        narrow = self.schedule.narrow_gradients
+        self.widened = {at for at in narrow if gradients.sees_wide(self.leaves[at])}
+        hooked = [entries[at].name for at in sorted(self.widened)]
+        if hooked:
+            text += f", {len(hooked)} of gradients with hooks"
+        detail = digest_of(names, hooked)
+        self.tickets[agree.ticket] = fabric.begin_agreement(agree.name, detail, text)
 
     def _gather(self, gather: Gather) -> None:
         whole = self.store.arena.slot(gather.slot.address, gather.nbytes)
@@ -696,7 +707,12 @@ class _Call:
     def _exchange(self, x: Exchange) -> None:
         leaf, entry = self.leaves[x.entry], self.entries[x.entry]
         after = self._after(x.after) or [self.store.device.mark()]
-        grad = self.gradients.exchanged.before(leaf, self.values[x.value])
+        grad, cast = self.values[x.value], self.schedule.narrow_gradients.get(x.entry)
+        narrow = cast is not None and grad.dtype is cast.copy_dtype
+        if narrow and x.entry in self.widened:
+            assert cast is not None, "it is narrow"
+            grad, narrow, after = grad.to(cast.dtype), False, [*after, self.store.device.mark()]
+        grad = self.gradients.exchanged.before(leaf, grad, narrow)
         made = self._fabric.exchange(grad, entry.partition, entry.name, after)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
 

@@ -412,6 +412,11 @@ class Session(Store):
         does."""
         self._reading[serial] = make
 
+    def offers_copies(self, serial: int) -> bool:
+        """Whether a schedule reads parameters after a cast, so that copies could be read in its
+        place if there is room: that of several ranks on all, or on none."""
+        return serial in self._reading
+
     def reading_copies(self, serial: int) -> Schedule | None:
         """The schedule that reads low-precision copies in place of another; None: there is none."""
         make = self._reading.get(serial)

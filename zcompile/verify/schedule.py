@@ -10,8 +10,9 @@ Ranks do not deadlock if each collective waits for what comes before it in a sch
 ranks start those of one kind in the same order. The first is read off the tickets: none is waited
 for that was not given out, and collectives of a kind are carried out in the order of the list. The
 second is agreed on in each call before the first of them: no collective of any kind comes before
-that. Gathers stand in the order of their first readers, which is up to the graph alone. What is
-kept of them for later calls is what was gathered, and all of it.
+that. What a rank brings to each gather is the same one of equal shares. Gathers stand in the order
+of their first readers, which is up to the graph alone. What is kept of them for later calls is what
+was gathered, and all of it.
 
 What the runtime promises beyond the list:
 
@@ -177,6 +178,8 @@ class Walk:
         self.keeping = {EntryIndex(at): copy for at, copy in wholes if copy.made}
         """Entries in which what is gathered is still to be kept."""
         self.wholes = frozenset(EntryIndex(at) for at, _ in wholes)
+        self.part: tuple[int, int, str] | None = None
+        """Which share this rank has, of how many, and of what was gathered first."""
         self.last_collective: dict[str, Transfer] = {}
         """The collective of each kind that was started last."""
 
@@ -463,6 +466,7 @@ class Proof:
             raise walk.fail(f"{x.name!r} is gathered where {use.name!r} lies")
         if use.touched != NEVER and not use.stores:
             raise walk.fail(f"{x.name!r} is gathered, and its late update was not sent home")
+        _is_a_share(walk, x, use)
         use.brought, use.filled, use.gathered = act, x.nbytes, True
         walk.unread.append(use)
 
@@ -595,6 +599,26 @@ def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:
     return act
 
 
+def _is_a_share(walk: Walk, x: Effects, use: SlotUse) -> None:
+    """Check that what this rank brings to a gather is its share: in the dtype of the gather, and as
+    with the other gathers, of as many ranks."""
+    begin, nbytes = use.taker.slot_begin, use.taker.nbytes
+    if not nbytes or x.nbytes % nbytes or begin % nbytes:
+        raise walk.fail(
+            f"{nbytes} bytes of {x.name!r} from {begin} on are no share of the {x.nbytes} that are "
+            "gathered"
+        )
+    rank, ranks = begin // nbytes, x.nbytes // nbytes
+    if walk.part is None:
+        walk.part = rank, ranks, x.name
+    elif walk.part[:2] != (rank, ranks):
+        first, of, name = walk.part
+        raise walk.fail(
+            f"{x.name!r} is gathered with this rank's share as number {rank} of {ranks}, and "
+            f"{name!r} as number {first} of {of}"
+        )
+
+
 def _is_all_of(walk: Walk, x: Effects, use: SlotUse, kept: CopyRead) -> None:
     """Check that what is kept for later calls is what all ranks have brought, and all of it."""
     assert x.home is not None
@@ -620,6 +644,11 @@ def _parts_leave(walk: Walk, x: Effects, act: Transfer) -> None:
         if exchange.name != x.name or exchange.reads[0] not in x.reads:
             raise walk.fail(
                 f"the gradient of {x.name!r} goes home as the exchanged one of {exchange.name!r}"
+            )
+        if exchange.nbytes != x.nbytes:
+            raise walk.fail(
+                f"{x.nbytes} bytes are the gradient of {x.name!r}, and {exchange.nbytes} are "
+                "exchanged of it"
             )
 
 

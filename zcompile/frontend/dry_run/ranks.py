@@ -52,14 +52,14 @@ class DryRunFabric(Fabric):
     def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
         return [_parts(flat.numel(), flat.dtype) for flat in flats]
 
-    def add(self, exchanged: Exchanged, more: Exchanged) -> None:
-        return
+    def added(self, exchanged: Exchanged, more: Exchanged, dtype: torch.dtype) -> Exchanged:
+        return _parts(exchanged.parts.shape[1], dtype)
 
-    def scaled(self, exchanged: Exchanged) -> Exchanged:
-        return exchanged
+    def scaled(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
+        return _parts(exchanged.parts.shape[1], dtype)
 
-    def folded(self, exchanged: Exchanged) -> Exchanged:
-        return exchanged
+    def folded(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
+        return _parts(exchanged.parts.shape[1], dtype)
 
     def failed_here(self, error: BaseException) -> None:
         return

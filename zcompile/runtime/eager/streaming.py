@@ -215,7 +215,9 @@ class StreamedCall:
         pairs = []
         for index, column in enumerate(list(columns)):
             entry = self.entries[column.entry]
-            if not column.writes or numel * column.dtype.itemsize != entry.nbytes:
+            part = entry.partition
+            whole = entry.nbytes // column.dtype.itemsize if part is None else part.own_count
+            if not column.writes or numel != whole:
                 continue  # what is written in part is cast again before it is used
             for dtype in entry.copies:
                 copy, _ = entry.copies[dtype]

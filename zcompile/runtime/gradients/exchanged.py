@@ -5,6 +5,10 @@ ranks is up to the graph alone. What the parts of all ranks become is up to this
 ranks is added to `.grad`, rank after rank, which is the order in which one process would add the
 same gradients, each times 1/ranks. Contributions of one backward pass are added up first, part by
 part, as autograd adds them before they reach `.grad`.
+
+A gradient that is a widening cast of what compute made, as under autocast, crosses as it was made:
+half the bytes. Its parts are widened here, each before it is scaled and added, which loses nothing,
+so that the sum has the bits of one over wide parts.
 """
 
 from collections.abc import Callable
@@ -41,6 +45,7 @@ class _PassParts:
     param: Tensor
     dtype: torch.dtype
     exchanged: Exchanged
+    """In `dtype`, or in a narrower one that is exact."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,19 @@ class ExchangedGradients:
         self._sums: dict[tuple[int, int], _PassParts] = {}
         self._landing: list[_Landing] = []
 
-    def before(self, leaf: Leaf, grad: Tensor) -> Tensor:
+    def sees_wide(self, leaf: Leaf) -> bool:
+        """Whether hooks of the parameter are to see its next gradient, in the dtype of that: what
+        they make of it need not fit a narrower one."""
+        param = owner_of(leaf)
+        return param is not None and param.requires_grad and bool(hooks_of(param)[0])
+
+    def before(self, leaf: Leaf, grad: Tensor, narrow: bool = False) -> Tensor:
         """The elements of a gradient in the order in which they are exchanged: [numel].
 
         Hooks of the parameter see it here: the gradient of this rank, as with
         DistributedDataParallel.
 
+        narrow  the ranks have agreed that it crosses in a dtype narrower than the parameter's
         raises  Unsupported, if hooks would have to see something else
         """
         param = owner_of(leaf)
@@ -95,6 +107,13 @@ class ExchangedGradients:
                         "ranks train the model: the hook cannot see the sum of its gradients",
                         "use register_post_accumulate_grad_hook, which sees the mean over ranks",
                     )
+                if narrow:
+                    raise Unsupported(
+                        f"a hook of parameter {leaf.name!r} was registered while backward ran, and "
+                        "several ranks train the model, which have begun to exchange its gradient "
+                        "in a narrower dtype",
+                        "register it before backward",
+                    )
                 grad = run_hooks(param, grad)
             grad = in_layout_of(param, grad)
         else:
@@ -109,7 +128,10 @@ class ExchangedGradients:
         return leaf, torch.empty(flat.numel(), dtype=flat.dtype, device="cpu").copy_(flat)
 
     def take(self, leaf: Leaf, dtype: torch.dtype, exchanged: Exchanged) -> None:
-        """Receive one contribution."""
+        """Receive one contribution.
+
+        dtype  of the gradient; that of what was exchanged, or wider
+        """
         param = accumulating_parameter(leaf)
         if param is None:
             return
@@ -117,7 +139,8 @@ class ExchangedGradients:
         if key not in self._sums and self._contributions_of(param) == 1:
             self._finalize(_PassParts(param, dtype, exchanged))
         elif (before := self._sums.get(key)) is not None:
-            self._fabric.add(before.exchanged, exchanged)
+            sums = self._fabric.added(before.exchanged, exchanged, dtype)
+            self._sums[key] = _PassParts(param, dtype, sums)
         else:
             if not any(number == key[0] for number, _ in self._sums):
                 after_backward(partial(self.flush_pass, key[0]))
@@ -164,7 +187,7 @@ class ExchangedGradients:
     def _stored(self, held: _PassParts) -> Tensor:
         """The mean over ranks, in a new entry: a share, if the parameter is one."""
         param: Any = held.param
-        total = self._fabric.folded(held.exchanged)
+        total = self._fabric.folded(held.exchanged, held.dtype)
         partition = param.entry.partition
         name, row = f"{param._name_in_store()}.grad", total.parts[0]
         of = param.entry.key
@@ -193,7 +216,7 @@ class ExchangedGradients:
                 "set it to None, and let backward make it",
             )
         self.land()
-        parts, ticket = self._fabric.scaled(held.exchanged)
+        parts, ticket = self._fabric.scaled(held.exchanged, held.dtype)
         for part in parts:
             entry.store.add(entry, part, after=[ticket])
 

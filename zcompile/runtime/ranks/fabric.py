@@ -388,28 +388,52 @@ class Fabric:
             for flat, begin, size in zip(flats, begins, sizes, strict=True)
         ]
 
-    def add(self, exchanged: Exchanged, more: Exchanged) -> None:
-        """Add the parts of a further contribution, before what is made of them."""
-        self._after(exchanged, lambda: exchanged.parts.add_(more.parts))
+    def added(self, exchanged: Exchanged, more: Exchanged, dtype: torch.dtype) -> Exchanged:
+        """The parts of two contributions, added up before anything else is made of them.
 
-    def scaled(self, exchanged: Exchanged) -> Exchanged:
-        """Each part times 1/ranks."""
-        return Exchanged(
-            exchanged.parts,
-            self._after(exchanged, lambda: exchanged.parts.mul_(1.0 / self.size)),
-        )
+        dtype  that of either, or the wider one in which they are added: the result's
+        """
+        sums = self._as(dtype, exchanged)
 
-    def folded(self, exchanged: Exchanged) -> Exchanged:
-        """The sum of the scaled parts, in the order of ranks, as parts of one: [1, n]."""
-        parts, total = exchanged.parts, torch.empty_like(exchanged.parts[:1])
+        def add() -> None:
+            if sums is not exchanged.parts:
+                sums.copy_(exchanged.parts)
+            sums.add_(more.parts)
+
+        return Exchanged(sums, self._after(exchanged, add))
+
+    def scaled(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
+        """Each part times 1/ranks, in `dtype`, which is that of the parts or wider."""
+        rows = self._as(dtype, exchanged)
+
+        def scale() -> None:
+            if rows is not exchanged.parts:
+                rows.copy_(exchanged.parts)
+            rows.mul_(1.0 / self.size)
+
+        return Exchanged(rows, self._after(exchanged, scale))
+
+    def folded(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
+        """The sum of the scaled parts, in the order of ranks and in `dtype`, as parts of one:
+        [1, n]. Parts that are narrower are widened one by one."""
+        parts = exchanged.parts
+        total = torch.empty_like(parts[:1], dtype=dtype)
 
         def fold() -> None:
-            parts.mul_(1.0 / self.size)
-            total[0] = parts[0]
-            for part in parts[1:]:
-                total[0] += part
+            for rank, part in enumerate(parts):
+                scaled = part.to(dtype).mul_(1.0 / self.size)
+                if rank:
+                    total[0] += scaled
+                else:
+                    total[0] = scaled
 
         return Exchanged(total, self._after(exchanged, fold))
+
+    @staticmethod
+    def _as(dtype: torch.dtype, exchanged: Exchanged) -> Tensor:
+        """Memory for parts in `dtype`: that of those which were exchanged, if they are of it."""
+        parts = exchanged.parts
+        return parts if parts.dtype is dtype else torch.empty_like(parts, dtype=dtype)
 
     def _after(self, exchanged: Exchanged, act: Callable[[], object]) -> Promise:
         """Do something with parts that were exchanged, in the order of the lane."""

@@ -1,0 +1,325 @@
+"""Under autocast weights and gradients cross between ranks in the dtype of that, with the bits of
+one process under autocast."""
+
+import functools
+
+import pytest
+import torch
+from rank_models import batch, optimizer_named, state_of, words
+from sampled import sampled, sampled_rows
+from torch.nn import functional as F
+
+import zcompile
+from zcompile.errors import RanksDiffer
+from zcompile.frontend.offload import session_behind
+from zcompile.frontend.replan import plan_in_force
+from zcompile.ir.partition import partition_of
+from zcompile.ir.types import EntryKind, Layout
+from zcompile.planner import step_plan
+
+BF16 = torch.bfloat16
+ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "stage": 3}
+BATCHES = 6
+"""Of a step: they divide by 1, 2 and 3 ranks."""
+STEPS = 3
+
+
+def losses_of(call, step, rank, ranks):
+    """The losses of a rank, each of a micro-batch, as autocast makes them; backward is outside.
+
+    Without its cache, as graphs are traced: eager would add up what two uses of a weight make in
+    low precision.
+    """
+    numbers = range(rank, BATCHES, ranks)
+    for number in numbers:
+        with torch.autocast("cpu", BF16, cache_enabled=False):
+            loss = call(*batch(step, number))
+        yield loss / len(numbers)
+
+
+def trained_alone(mesh, ranks, tied=False):
+    """The state that one process of plain PyTorch ends with, which adds up the gradients of all
+    micro-batches, each times 1/ranks, in the order of micro-batches, and of ranks within them."""
+    model = words(tied=tied)
+    made = optimizer_named("adamw")(model.parameters())
+    for step in range(STEPS):
+        sums = {}
+        rows = [losses_of(model, step, rank, ranks) for rank in range(ranks)]
+        for loss in (loss for micro in zip(*rows, strict=True) for loss in micro):
+            loss.backward()
+            for param in model.parameters():
+                part = param.grad * (1.0 / ranks)
+                sums[param] = sums[param] + part if param in sums else part
+                param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        made.step()
+        made.zero_grad()
+    return state_of(model, made)
+
+
+def stepped(model, call, optimizer, mesh, steps):
+    """Train as users write it."""
+    for step in steps:
+        for loss in losses_of(call, step, mesh.get_local_rank(), mesh.size()):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(mesh, fields, steps=STEPS, alone=None, tied=False):
+    """The state after training; what the last step has sent, what was predicted of it, what is kept
+    in low precision or whole, how many copies the last update has left to be made again, and after
+    how many steps the plan in force kept copies in low precision.
+
+    alone  patches of one of the ranks: how much faster a plan must be that keeps copies in low
+           precision, or that it has no room for them
+    """
+    model, kept = words(tied=tied), 0
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    session = session_behind(model)
+    with pytest.MonkeyPatch.context() as patch:
+        if alone is not None:
+            patch.setattr(step_plan, "NARROW_PAYS", alone[mesh.get_local_rank()])
+        if alone is not None and alone[mesh.get_local_rank()] == NO_ROOM:
+            patch.setattr(step_plan, "_has_room", lambda step, room: False)
+        for step in range(steps):
+            if step == steps - 1:
+                zcompile.stats(model, reset=True)
+            stepped(model, run, made, mesh, [step])
+            kept += bool(getattr(plan_in_force(session), "reads", None))
+    stats = zcompile.stats(model)
+    sent = stats["fabric"]["bytes"]
+    told = {"sent": {lane: sent[lane] for lane in ("gather", "exchange")}, "kept": kept}
+    told |= {"plan": stats["plan"], "peak": stats["peak"], "predicted": stats.get("predicted")}
+    told["copies"] = sum(e.nbytes for e in session.entries() if e.kind is EntryKind.COPY)
+    told["stale"] = sum(
+        version != entry.version
+        for entry in session.entries()
+        for _, version in entry.copies.values()
+    )
+    state = state_of(model, made)
+    zcompile.close(model)
+    return state, told
+
+
+@pytest.fixture(scope="module")
+def alone(pool):
+    """As ranks compute: in the pool, with one thread."""
+    return functools.cache(lambda ranks, *rest: pool.run(trained_alone, 1, ranks, *rest)[0])
+
+
+def formula(rank, ranks, copies=True):
+    """Bytes that a rank sends in a step: gathers, exchanges. Of weights that are read after a cast
+    half the bytes cross; the table is read as it is, in forward alone.
+
+    copies  whether weights are gathered in low precision; gradients cross so in any case
+    """
+    gathered = exchanged = 0
+    for name, param in words().named_parameters():
+        part, wide = partition_of(Layout.of(param), rank, ranks), name == "table.weight"
+        if part is None:
+            exchanged += (ranks - 1) * param.numel() * 4
+            continue
+        gathered += (1 if wide else 2) * (ranks - 1) * part.count * (4 if wide or not copies else 2)
+        exchanged += (part.numel - part.own_count) * (4 if wide else 2)
+    micro = BATCHES // ranks
+    return {"gather": micro * gathered, "exchange": micro * exchanged}
+
+
+def held(rank, ranks, itemsize=2):
+    """Bytes of copies in low precision of what a rank holds of the weights that are cast, in
+    `itemsize`, or of all of each with one rank."""
+    shares = (
+        partition_of(Layout.of(param), rank, ranks)
+        for name, param in words().named_parameters()
+        if name != "table.weight"
+    )
+    return sum(part.count * itemsize for part in shares if part is not None)
+
+
+@pytest.mark.parametrize("ranks", sampled([1, 2, 3], 3))
+def test_gradients_cross_narrow_with_the_bits_of_one_process(pool, alone, ranks):
+    rows = pool.run(trained, ranks, {"residency": False})
+    assert [state for state, _ in rows] == [alone(ranks)] * ranks
+    sent = [told["sent"] for _, told in rows]
+    assert sent == [formula(rank, ranks, copies=False) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "residency"),
+    sampled_rows([(1, True), (2, False), (3, True)], (3, True)),
+)
+def test_weights_that_are_asked_for_in_a_dtype_are_gathered_in_it(pool, alone, ranks, residency):
+    rows = pool.run(trained, ranks, {"residency": residency, "param_dtype": BF16})
+    assert [state for state, _ in rows] == [alone(ranks)] * ranks
+    for rank, (_, told) in enumerate(rows):
+        assert told["sent"] == formula(rank, ranks)
+        assert told["copies"] == held(rank, ranks)
+        assert not told["stale"], "the optimizer writes them along, also of a share with padding"
+
+
+PLANNED = 6
+"""Steps after which the ranks go by a plan: two are seen, and rank 0 is followed."""
+NO_ROOM = -1.0
+ALWAYS, NEVER = 0.0, float("inf")
+SLOW = {"h2d": "50MB/s", "d2h": "50MB/s"}
+
+
+@pytest.mark.parametrize("stage", sampled(["auto", 3], 3))
+def test_all_ranks_keep_the_copies_that_rank_0_chooses(pool, stage):
+    """Rank 0 finds that it pays, and rank 1 that it does not: what crosses is the same on both, and
+    what was predicted."""
+    fields = {"stage": stage, "device_memory": "700KiB", "throttle": SLOW}
+    rows = pool.run(trained, 2, fields, PLANNED, [ALWAYS, NEVER])
+    plain = pool.run(trained, 1, {"residency": False}, PLANNED)
+    assert rows[0][0] == rows[1][0]
+    for rank, (_, told) in enumerate(rows):
+        assert told["kept"]
+        assert told["sent"] == formula(rank, 2)
+        assert told["copies"] == held(rank, 2)
+        assert not told["stale"]
+        assert told["peak"]["device"] <= told["predicted"]["peak"]["device"]
+    sent = sum(sum(told["sent"].values()) for _, told in rows)
+    assert sent == sum(told["predicted"]["bytes"]["rank_to_rank"] for _, told in rows)
+    assert plain[0][0] == rows[0][0], "micro-batches of two ranks are those of one, in turn"
+
+
+@pytest.mark.slow
+def test_rank_0_gives_up_copies_that_another_rank_has_no_room_for(pool):
+    fields = {"device_memory": "700KiB", "throttle": SLOW}
+    rows = pool.run(trained, 2, fields, 2 * PLANNED, [ALWAYS, NO_ROOM])
+    (first, told), (second, of_second) = rows
+    assert first == second
+    assert told["kept"] in range(1, PLANNED), "it has kept some before"
+    assert not of_second["kept"]
+    for rank, (_, row) in enumerate(rows):
+        assert row["sent"] == formula(rank, 2, copies=False)
+        assert not row["copies"]
+
+
+def test_all_of_a_weight_is_kept_in_the_dtype_that_is_asked_for(pool):
+    """Stage 2 gathers each once a step, in half the bytes, and holds half of them."""
+    rows = pool.run(trained, 2, {"stage": 2, "param_dtype": BF16}, PLANNED)
+    plain = pool.run(trained, 1, {"residency": False}, PLANNED)
+    for rank, (state, told) in enumerate(rows):
+        assert state == plain[0][0]
+        assert told["plan"]["stage"] == 2
+        cast = {n: p for n, p in words().named_parameters() if p.numel() > 16384}
+        parts = {n: partition_of(Layout.of(p), rank, 2) for n, p in cast.items()}
+        sizes = {n: 4 if n == "table.weight" else 2 for n in cast}
+        assert told["plan"]["whole_bytes"] == sum(parts[n].padded * sizes[n] for n in cast)
+        assert told["sent"]["gather"] == sum(parts[n].count * sizes[n] for n in cast)
+
+
+def cut(self, ids, wanted):
+    """A forward of two graphs, both of which read the head."""
+    x = self.table(ids)
+    for block in self.blocks:
+        x = block(x)
+    first = F.cross_entropy(self.head(x).flatten(0, 1), wanted.flatten())
+    torch._dynamo.graph_break()
+    return first + F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), wanted.flatten())
+
+
+def with_hooks_and_two_graphs(mesh, ranks, fields):
+    """The state after training a model whose head gets two contributions, and one of whose weights
+    has a hook; what the hook has seen."""
+    model, seen = words(), []
+    model.forward = cut.__get__(model)
+
+    def halve(grad):
+        seen.append(grad.dtype)
+        return grad * 0.3
+
+    run, made = model, None
+    if mesh is not None:
+        zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+        run = torch.compile(model, backend="zinf")
+    model.blocks[0].up.weight.register_hook(halve)
+    made = optimizer_named("adamw")(model.parameters())
+    for step in range(2):
+        sums = {}
+        here = range(ranks) if mesh is None else [mesh.get_local_rank()]
+        rows = [losses_of(run, step, rank, ranks) for rank in here]
+        for loss in (loss for micro in zip(*rows, strict=True) for loss in micro):
+            loss.backward()
+            for param in model.parameters() if mesh is None else ():
+                part = param.grad * (1.0 / ranks)
+                sums[param] = sums[param] + part if param in sums else part
+                param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        made.step()
+        made.zero_grad()
+    state = state_of(model, made)
+    if mesh is not None:
+        zcompile.close(model)
+    return state, set(seen)
+
+
+def alone_with_hooks(mesh, ranks):
+    return with_hooks_and_two_graphs(None, ranks, None)
+
+
+@pytest.mark.parametrize("param_dtype", sampled([None, BF16], BF16))
+def test_hooks_and_several_contributions_see_wide_gradients(pool, param_dtype):
+    (expected,) = pool.run(alone_with_hooks, 1, 2)
+    fields = {"residency": False, "param_dtype": param_dtype}
+    assert pool.run(with_hooks_and_two_graphs, 2, 2, fields) == [expected] * 2
+
+
+def hooked_on_one_rank(mesh):
+    """What is said where a hook is there on one rank alone, whose gradient would cross wide."""
+    model = words()
+    zcompile.offload(model, mesh=mesh, **ROOMY)
+    run = torch.compile(model, backend="zinf")
+    if mesh.get_local_rank():
+        model.head.weight.register_hook(lambda grad: grad)
+    with pytest.raises(RanksDiffer) as refused:
+        next(losses_of(run, 0, mesh.get_local_rank(), mesh.size())).backward()
+    zcompile.close(model)
+    return str(refused.value)
+
+
+def test_a_hook_on_one_rank_alone_is_refused_before_bytes_move(pool):
+    for said in pool.run(hooked_on_one_rank, 2):
+        assert "rank 1: backward of graph0" in said
+        assert "1 of gradients with hooks" in said
+
+
+def durably(mesh, disk):
+    """The state after a durable run under autocast that was closed, and resumed, on the way."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for steps in (range(STEPS - 1), range(STEPS - 1, STEPS)):
+        torch._dynamo.reset()
+        model = words()
+        fields = {**ROOMY, "stage": "auto", "param_dtype": BF16, "durable": True, "disk": disk}
+        zcompile.offload(model, mesh=mesh, **fields)
+        made = optimizer_named("adamw")(model.parameters())
+        if steps[0]:
+            assert zcompile.resume(disk, model, made)["step"] == steps[0]
+        run = torch.compile(model, backend="zinf")
+        zcompile.stats(model, reset=True)
+        stepped(model, run, made, mesh, steps)
+        sent = zcompile.stats(model)["fabric"]["bytes"]["gather"]
+        assert sent == len(steps) * formula(rank, ranks)["gather"]
+        state = state_of(model, made)
+        zcompile.close(model)
+    return state
+
+
+@pytest.mark.slow
+def test_a_durable_run_gathers_copies_and_resumes_with_the_same_bits(pool, alone, tmp_path):
+    assert pool.run(durably, 2, str(tmp_path)) == [alone(2)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3, "auto"])
+def test_a_weight_that_is_read_wide_as_well_trains_with_the_same_bits(pool, alone, stage):
+    """A tied weight: forward reads the table as it is, backward only what it is cast to."""
+    rows = pool.run(trained, 2, {"stage": stage, "param_dtype": BF16}, STEPS, None, True)
+    assert [state for state, _ in rows] == [alone(2, True)] * 2
+    assert rows[0][1]["plan"]["stage"] == 2 or stage != 2

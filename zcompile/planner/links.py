@@ -72,6 +72,10 @@ class SimTransfer:
     after_over: "list[SimTransfer]" = field(default_factory=list)
     after_home: "list[SimTransfer]" = field(default_factory=list)
 
+    def order_by_events(self, hears_of: "Sequence[tuple[SimTransfer, str]]") -> None:
+        """Let it be enqueued once the host has heard of these."""
+        self.by_events, self.hears_of = True, hears_of
+
     @property
     def staged(self) -> bool:
         """Whether its pieces lie in the staging ring."""

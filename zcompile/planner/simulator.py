@@ -501,7 +501,7 @@ class SimulatedSteps:
         blockers = self._in_flight.blockers(ref, home.begin, home.end, home.writes)
         if self._asynchronous and not transfer.staged:
             sharing = [*follows, *(self._done[t] for t in after)]
-            transfer.by_events, transfer.hears_of = True, tuple(_heard_of(blockers, sharing))
+            transfer.order_by_events(tuple(_heard_of(blockers, sharing)))
         self._in_flight.start(ref, home.begin, home.end, home.writes, transfer)
         self._traffic.start(
             transfer, self._host, (*follows, *(self._done[t] for t in after)), blockers

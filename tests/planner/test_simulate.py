@@ -24,10 +24,13 @@ from zcompile.errors import Unsupported
 from zcompile.ir.schedule import (
     Borrow,
     EntryIndex,
+    Fetch,
     Left,
     Offload,
+    Reduce,
     Register,
     Run,
+    Slot,
     Ticket,
 )
 from zcompile.ir.types import HELD, EntryKind, Layout, Phase
@@ -229,17 +232,111 @@ def test_beside_the_host_compute_lags_and_transfers_start_early():
     assert (found.step_s, found.stall_s) == (6.0, 0.0)
 
 
-def test_host_and_compute_both_wait_until_a_value_has_left():
-    value = Layout((ONE,), (1,), 0, torch.uint8)
-    offload = Offload(Register(1), "host", value, Register(2), 0, Ticket(1), (Ticket(0),))
-    left = Left(Ticket(1), Register(1), ONE)
-    call = a_call(computing(1, 0), offload, computing(0.5), left, fetching(0, 2), computing(1))
-    step = step_of(replace(call, made=(4,)))
-    for ways in ({}, {"asynchronous": True}):
-        found = first(step, **ways)
-        assert times(found, Run) == [(0.0, 1.0), (1.0, 1.5), (2.0, 3.0)]
-        assert found.stall_s == 0.5
-        assert travelled(found) == [(1.0, 2.0), (2.0, 3.0)], "what comes next starts after it"
+VALUE = Layout((ONE,), (1,), 0, torch.uint8)
+
+
+def offloading(tier, ticket, *after):
+    return Offload(Register(1), tier, VALUE, Register(2), 0, Ticket(ticket), after)
+
+
+def leaving(ticket):
+    return Left(Ticket(ticket), Register(1), ONE)
+
+
+def forward_of(*rows, made):
+    """A step of a forward that makes entries, which are of no other call."""
+    return step_of(replace(a_call(*rows), made=made))
+
+
+@pytest.mark.parametrize(("beside", "fetched"), [(False, (2.0, 3.0)), (True, (0.0, 1.0))])
+def test_compute_waits_until_a_value_has_left_and_the_host_if_it_computes(beside, fetched):
+    rows = (computing(1, 0), offloading("host", 1, Ticket(0)), computing(0.5), leaving(1))
+    step = forward_of(*rows, fetching(0, 2), computing(1), made=(4,))
+    found = first(step, asynchronous=beside)
+    assert times(found, Run) == [(0.0, 1.0), (1.0, 1.5), (2.0, 3.0)]
+    assert found.stall_s == 0.5
+    assert travelled(found) == [(1.0, 2.0), fetched]
+
+
+@pytest.mark.parametrize(("beside", "goes_on"), [(False, 4.0), (True, 0.0)])
+def test_gradients_that_pile_up_make_compute_wait_and_the_host_if_it_computes(beside, goes_on):
+    """Two may be under way: compute has the memory of the first once that has left."""
+    rows = [computing(1, 0), *(reducing(n, after=(0,)) for n in range(4)), computing(1)]
+    step = step_of(a_call(*rows, fetching(0, 9), phase=Phase.BACKWARD))
+    found = first(step, asynchronous=beside, backlog_bytes=4 * ONE)
+    assert times(found, Run) == [(0.0, 1.0), (3.0, 4.0)]
+    assert (found.stall_s, found.moments[-1].begin_s) == (2.0, goes_on)
+
+
+def begun(found):
+    """When the host, or compute, came to each gradient."""
+    return [m.begin_s for m in found.moments if isinstance(m.instruction, Reduce)]
+
+
+def test_beside_compute_the_host_waits_for_room_in_the_backlog():
+    rows = [computing(1, 0), *(reducing(n, after=(0,)) for n in range(2)), computing(1)]
+    step = step_of(a_call(*rows, phase=Phase.BACKWARD))
+    wide, tight = (first(step, asynchronous=True, backlog_bytes=n * ONE) for n in (2, 1))
+    assert (begun(wide), times(wide, Run)[1], wide.stall_s) == ([0.0, 0.0], (1.0, 2.0), 0.0)
+    assert (begun(tight), times(tight, Run)[1]) == ([0.0, 2.0], (2.0, 3.0))
+
+
+def test_beside_compute_what_compute_has_joined_leaves_the_backlog_at_once():
+    """Of four, two under way: the third is sent when compute has joined the first, which is still
+    on its way."""
+    rows = [computing(1, 0), *(reducing(n, after=(0,)) for n in range(4)), fetching(0, 9)]
+    step = step_of(a_call(*rows, phase=Phase.BACKWARD))
+    found = first(step, asynchronous=True, backlog_bytes=2 * ONE)
+    assert found.moments[-1].begin_s == 0.0, "the host never waited"
+
+
+@pytest.mark.parametrize(("home", "goes_on"), [("host", 0.0), ("disk", 4.0)])
+def test_beside_compute_the_host_waits_for_what_only_it_can_put_in_order(home, goes_on):
+    """A copy of what is on its way to the host comes after an event; what is on its way to disk
+    has to be there before it is read back, and read before its copy is enqueued."""
+    rows = (computing(1, 3), storing(0, 4, 3), fetching(0, 0, slot=HIGH), waiting(0, HIGH))
+    other = fetching(1, 5, slot=Slot(HIGH.end, 4096))
+    step = step_of(a_call(*rows, computing(1), other, phase=Phase.STEP))
+    found = first(step, homes={ENTRIES[0]: home}, asynchronous=True)
+    assert found.moments[-1].begin_s == goes_on
+    assert times(found, Run)[-1] == (goes_on + (3.0 if home == "host" else 1.0), found.step_s)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("then", [(), (fetching(1, 5, 0, slot=HIGH, lasting=False),)])
+def test_beside_compute_the_host_waits_for_sums_that_it_forms_itself(passes, then):
+    """So does what comes after a copy that waits for one."""
+    back = a_call(computing(1, 0), reducing(0, after=(0,)), phase=Phase.BACKWARD)
+    waits = waiting(5 if then else 0, HIGH), fetching(2, 6, lasting=False)
+    rows = (fetching(0, 0, slot=HIGH, lasting=False), *then, *waits)
+    reads = replace(a_call(*rows, phase=Phase.STEP), entries=GRADIENTS)
+    found = first(step_of(*[back] * passes, reads), asynchronous=True)
+    assert found.moments[-1].begin_s == (0.0 if passes == 1 else 3.0)
+
+
+def test_beside_compute_the_host_goes_on_while_a_link_is_busy():
+    rows = (fetching(0, 0, nbytes=4 * ONE), fetching(1, 1, slot=HIGH), waiting(1, HIGH))
+    found = first(step_of(a_call(*rows, fetching(2, 2))), asynchronous=True)
+    assert found.moments[-1].begin_s == 0.0
+
+
+def test_beside_compute_nobody_waits_for_what_compute_itself_moves():
+    lent = Borrow(EntryIndex(0), 0, FLOATS, Register(1), False)
+    rows = (computing(1, 0), storing(0, 4, 0), lent, computing(1), fetching(1, 1))
+    step = step_of(a_call(*rows, phase=Phase.STEP))
+    found = first(step, homes={ENTRIES[0]: "device"}, asynchronous=True)
+    assert (found.moments[-1].begin_s, found.stall_s) == (0.0, 0.0)
+
+
+def test_beside_compute_memory_that_goes_back_for_good_makes_the_host_wait():
+    scratch = Slot(1 << 20, 4096)
+    rows = (fetching(0, 0, slot=scratch), waiting(0, scratch), computing(1, 1))
+    step = a_call(*rows, storing(0, 2, 1, slot=scratch), phase=Phase.STEP)
+    step = replace(step, schedule=replace(step.schedule, scratch_at=scratch.address))
+    after = a_call(fetching(1, 0), waiting(0), computing(1))
+    found = first(step_of(step, after), asynchronous=True)
+    (fetch,) = (m for m in found.moments if m.call == 1 and isinstance(m.instruction, Fetch))
+    assert fetch.begin_s == 3.0
 
 
 def test_what_was_measured_counts_before_what_is_predicted():

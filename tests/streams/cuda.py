@@ -331,15 +331,19 @@ class SimulatedCuda(CudaDevice):
             self.simulation.note_source(source)
         super().copy(direction, target, source, after, listener)
 
-    def _enqueue(self, direction, work, after, listener, nbytes):
+    def enqueue(self, direction, target, source, after, name):
+        if direction == "d2h":
+            self.simulation.note_source(source)
+        return super().enqueue(direction, target, source, after, name)
+
+    def _on_stream(self, direction, work, after, name):
         self.simulation.transfers[direction] += 1
 
         def watched():
-            name = f"{direction} {listener.name}"
-            with self.simulation.computing(name), self.simulation.watching():
+            with self.simulation.computing(f"{direction} {name}"), self.simulation.watching():
                 work()
 
-        super()._enqueue(direction, watched, after, listener, nbytes)
+        return super()._on_stream(direction, watched, after, name)
 
 
 def host_wait(what: str) -> None:

@@ -30,6 +30,7 @@ from zcompile.runtime.tiers.base import Extent, Place
 from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.tiers.host import HostTier
 from zcompile.runtime.transfer import queue, transfer
+from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, TransferQueue
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Workers
@@ -199,6 +200,7 @@ def _entries(patch: pytest.MonkeyPatch) -> None:
 
     submit, ended, free = TransferQueue.submit, TransferQueue._finished, TransferQueue.free
     start, blockers, ready = Transfer.start, Place.blockers, TransferQueue.are_ready
+    enqueue = OneCopy.enqueue
     drain, wait_for_memory = TransferQueue.drain, TransferQueue.wait_for_memory
 
     @functools.wraps(submit)
@@ -226,6 +228,14 @@ def _entries(patch: pytest.MonkeyPatch) -> None:
         with knowing(scope().known, asked.pop(id(self), {})):
             start(self, error)
 
+    @functools.wraps(enqueue)
+    def enqueue_knowing(self, *given):
+        with knowing(scope().known, asked.pop(id(self), {})):
+            enqueue(self, *given)
+
+    def done(self):
+        return self.over and knows(scope().known, self.mark.event.known)
+
     @functools.wraps(ended)
     def finished(self, moved, error):
         with LOCK:
@@ -236,6 +246,8 @@ def _entries(patch: pytest.MonkeyPatch) -> None:
                 ]
             known_rows.append(_Over(moved, known()))
             learn(homes, scope().known)
+            if isinstance(moved, OneCopy):
+                learn(sources, scope().known)
             everything = [row.clock for row in known_rows]
         with knowing(*everything, of_extent(place)):
             ended(self, moved, error)
@@ -275,6 +287,8 @@ def _entries(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TransferQueue, "drain", drain_all)
     patch.setattr(TransferQueue, "wait_for_memory", wait_for_all_memory)
     patch.setattr(Transfer, "start", start_knowing)
+    patch.setattr(OneCopy, "enqueue", enqueue_knowing)
+    patch.setattr(OneCopy, "done", done)
 
     def lends(tier):
         reserve, release = tier.reserve, tier.release

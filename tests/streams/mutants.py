@@ -20,6 +20,7 @@ from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.live_memory import InFlightGradients, PendingReads
 from zcompile.runtime.store import resident
 from zcompile.runtime.transfer import transfer
+from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.transfer import Put, Transfer
 
@@ -112,25 +113,25 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
         "streaming",
         (
             Edit(
-                CudaDevice,
-                "join",
-                "self.compute_stream().wait_event(event)",
+                cuda.Mark,
+                "join_compute",
+                "self.device.compute_stream().wait_event(self.event)",
                 "pass",
             ),
         ),
     ),
     "a copy does not wait for its marks": (
         "streaming",
-        (Edit(CudaDevice, "_enqueue", "stream.wait_event(mark.event)", "pass"),),
+        (Edit(CudaDevice, "_on_stream", "stream.wait_event(mark.event)", "pass"),),
     ),
     "the event of a copy is recorded on the stream of compute": (
         "streaming",
         (
             Edit(
                 CudaDevice,
-                "_enqueue",
-                "event.record(stream)",
-                "event.record(_CUDA.current_stream.__self__.compute)",
+                "_on_stream",
+                "made.event.record(stream)",
+                "made.event.record(_CUDA.current_stream.__self__.compute)",
             ),
         ),
     ),
@@ -139,9 +140,9 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
         (
             Edit(
                 CudaDevice,
-                "_enqueue",
-                "work()\n            event.record(stream)",
-                "event.record(stream)\n            work()",
+                "_on_stream",
+                "work()\n        made.event.record(stream)",
+                "made.event.record(stream)\n        work()",
             ),
         ),
     ),
@@ -158,11 +159,14 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     ),
     "a copy is told to have landed when it is enqueued": (
         "micro-batches",
-        (Edit(CudaDevice, "_reap", "event.synchronize()", "pass"),),
+        (Edit(CudaDevice, "_reap", "mark.wait()", "pass"),),
     ),
     "a transfer does not wait for those on its entry": (
         "micro-batches",
-        (Edit(TransferQueue, "submit", "place.blockers(transfer)", "()"),),
+        (
+            Edit(TransferQueue, "submit", "place.blockers(transfer)", "()"),
+            Edit(TransferQueue, "copy_on_stream", "place.blockers(copy)", "()"),
+        ),
     ),
     "a transfer does not wait for puts that read its memory": (
         "streaming",
@@ -173,22 +177,12 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
                 "self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_free)",
                 "pass",
             ),
+            Edit(TransferQueue, "copy_on_stream", "others.append(ticket)", "pass"),
         ),
     ),
     "a value leaves before it is computed": (
         "offloaded activations",
         (Edit(_Call, "_offload", "self._after(x.after) or [self.store.device.mark()]", "[]"),),
-    ),
-    "a transfer follows the reads of its entry's bytes, and not their way home": (
-        "micro-batches",
-        (
-            Edit(
-                TransferQueue,
-                "submit",
-                "blocker.home_mark, blocker.home",
-                "blocker.copies_mark, blocker.home",
-            ),
-        ),
     ),
     "a buffer goes back to the ring before it is written to disk": (
         "disk",
@@ -239,30 +233,65 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
         "streaming",
         (
             Edit(
-                Transfer,
-                "enqueued",
-                "self._event = event",
-                "self._event = event; self._owner = self._memory = None",
+                OneCopy,
+                "enqueue",
+                "self.follows = [",
+                "self._owner = self._memory = None; self.follows = [",
             ),
             Edit(InFlightGradients, "note", "self._sent.append((ticket, source))", "pass"),
         ),
     ),
     "memory goes back to compute, which does not wait for the copy that reads it": (
         "streaming",
-        (Edit(Transfer, "release", "self.context.device.join(self._event)", "pass"),),
+        (Edit(OneCopy, "release", "self._join()", "pass"),),
     ),
-    "a transfer does not follow copies that are enqueued": (
-        "streaming",
-        (Edit(TransferQueue, "_follow", "transfer.follow(found)", "pass"),),
-    ),
-    "a transfer starts without the marks that it follows": (
+    "a copy does not follow those that use the same bytes": (
         "streaming",
         (
             Edit(
-                Transfer,
-                "start",
-                "(*self.marks, *self._follows)",
-                "self.marks",
+                OneCopy,
+                "enqueue",
+                "[*marks, *(other.mark for other in follows if other.mark is not None)]",
+                "marks",
+            ),
+        ),
+    ),
+    "a copy is enqueued without the marks that it comes after": (
+        "streaming",
+        (Edit(TransferQueue, "copy_on_stream", "marks.append(ticket)", "pass"),),
+    ),
+    "the event of a copy goes back to the pool when it is recorded": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "_on_stream",
+                "made.event.record(stream)",
+                "made.event.record(stream); self._events.append(made.event)",
+            ),
+        ),
+    ),
+    "the event of a mark goes back to the pool when it is recorded": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "mark",
+                "made.event.record(self.compute_stream())",
+                "made.event.record(self.compute_stream()); self._events.append(made.event)",
+            ),
+        ),
+    ),
+    "the event of a copy goes back to the pool when the next copy is enqueued": (
+        "streaming",
+        (
+            Edit(
+                CudaDevice,
+                "_on_stream",
+                "stream, made = self._streams[direction], Mark(self, self._events)",
+                "stream, made = self._streams[direction], Mark(self, self._events); "
+                "last = self.__dict__.setdefault('last', []); self._events.extend(last); "
+                "last[:] = [made.event]",
             ),
         ),
     ),
@@ -282,6 +311,32 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
 """What is broken -> the mode in which it is looked for, and the edits."""
 
 OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    "a transfer follows the reads of its entry's bytes, and not their way home": (
+        "fetch a sum at once",
+        (
+            Edit(
+                TransferQueue,
+                "submit",
+                "blocker.home_mark, blocker.home",
+                "blocker.copies_mark, blocker.home",
+            ),
+        ),
+    ),
+    "a transfer does not follow copies that are enqueued": (
+        "fetch what is there in part at once",
+        (Edit(TransferQueue, "_follow", "transfer.follow(found)", "pass"),),
+    ),
+    "a transfer starts without the marks that it follows": (
+        "fetch what is there in part at once",
+        (
+            Edit(
+                Transfer,
+                "start",
+                "(*self.marks, *self._follows)",
+                "self.marks",
+            ),
+        ),
+    ),
     "a transfer of what is on disk follows the reads of its memory, and not their way home": (
         "fetch from disk at once",
         (Edit(Transfer, "home_mark", " and self.place.tier.in_memory", ""),),

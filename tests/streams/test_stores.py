@@ -62,6 +62,21 @@ def fetch_from_disk_at_once(store):
     store.fetch(entry, slot).join_compute()
 
 
+def fetch_a_sum_at_once(store):
+    entry = create(store, "w")
+    put(store, entry)
+    store.add(entry, store.arena.slot(0, SIZE).view(torch.float32), after=[store.device.mark()])
+    store.fetch(entry, store.arena.slot(SIZE, SIZE), after=[store.device.mark()]).join_compute()
+
+
+def fetch_what_is_there_in_part_at_once(store):
+    entry = create(store, "w")
+    half = store.arena.slot(0, SIZE // 2)
+    half.fill_(1)
+    store.put(entry, half, after=[store.device.mark()])
+    store.fetch(entry, store.arena.slot(SIZE, SIZE), after=[store.device.mark()]).join_compute()
+
+
 def put_from_host_at_once(store):
     entry = create(store, "w")
     put(store, entry)
@@ -85,6 +100,8 @@ def die_at_once(store):
 USES = {
     "read at once": read_at_once,
     "fetch from disk at once": fetch_from_disk_at_once,
+    "fetch a sum at once": fetch_a_sum_at_once,
+    "fetch what is there in part at once": fetch_what_is_there_in_part_at_once,
     "put from the host at once": put_from_host_at_once,
     "die at once": die_at_once,
 }
@@ -156,3 +173,98 @@ def test_an_error_of_a_copy_reaches_what_came_after_it_on_the_device(store, monk
             ticket.wait()
     with pytest.raises(RuntimeError, match="the link broke"):
         store.drain()
+
+
+def put_from_compute(store, entry):
+    """From memory that compute made, which is bounded while it is in flight."""
+    made = torch.ones(SIZE, dtype=torch.uint8)
+    return store.put(entry, made, after=[store.device.mark()])
+
+
+def test_of_the_end_of_a_copy_the_host_hears_when_others_are_enqueued(store, monkeypatch):
+    entry = create(store, "w")
+    first = put(store, entry)
+    assert (first.done(), store.is_idle()) == (False, False)
+    monkeypatch.setattr(Event, "query", lambda event: True)
+    second = put(store, entry)
+    assert first.over
+    assert second.over
+    assert store.is_idle()
+    assert not store.simulation.held._jobs, "no thread waits"
+    assert store.meter.bytes()["d2h"] == 2 * SIZE
+
+
+def test_who_asks_for_the_end_of_a_copy_has_a_thread_wait_for_it(store):
+    left = put(store, create(store, "w"))
+    assert not store.simulation.held._jobs
+    left.wait()
+    assert left.over
+    assert store.is_idle()
+
+
+def test_an_error_that_an_event_tells_of_is_of_all_that_came_after(store, monkeypatch):
+    bad, other = create(store, "bad"), create(store, "other", "disk")
+    left = put(store, bad)
+    back = store.fetch(bad, store.arena.slot(SIZE, SIZE))
+
+    def query(event):
+        raise RuntimeError("the card is gone")
+
+    monkeypatch.setattr(Event, "query", query)
+    store.is_idle()
+    for ticket in (left, back):
+        with pytest.raises(RuntimeError, match="the card is gone"):
+            ticket.wait()
+        with pytest.raises(RuntimeError, match="the card is gone"):
+            ticket.join_compute()
+    with pytest.raises(RuntimeError, match="the card is gone"):
+        put(store, bad)
+    assert other.home == "disk"
+
+
+def test_a_copy_that_cannot_be_enqueued_fails_alone(store, monkeypatch):
+    entry = create(store, "w")
+    wait_event = Stream.wait_event
+
+    def refuse(stream, event):
+        raise RuntimeError("no such stream")
+
+    monkeypatch.setattr(Stream, "wait_event", refuse)
+    failed = put(store, entry)
+    monkeypatch.setattr(Stream, "wait_event", wait_event)
+    with pytest.raises(RuntimeError, match="no such stream"):
+        failed.wait()
+    with pytest.raises(RuntimeError, match="no such stream"):
+        failed.join_compute()
+    with pytest.raises(RuntimeError, match="no such stream"):
+        store.fetch(entry, store.arena.slot(SIZE, SIZE))
+
+
+def test_what_waits_for_room_in_the_backlog_hears_of_copies(store):
+    store._backlog.most_bytes = SIZE
+    entry = create(store, "w")
+    for _ in range(3):
+        put_from_compute(store, entry)
+    assert store._backlog._now == SIZE
+    store.drain()
+    assert store._backlog._now == 0
+
+
+def test_events_are_used_again(store, monkeypatch):
+    made = []
+    make = Event.__init__
+
+    def counted(self, *given, **named):
+        made.append(self)
+        make(self, *given, **named)
+
+    monkeypatch.setattr(Event, "__init__", counted)
+    monkeypatch.setattr(Event, "query", lambda event: True)
+    entry = create(store, "w")
+    for _ in range(3):
+        put(store, entry)
+    before = len(made)
+    for _ in range(20):
+        put(store, entry)
+        store.fetch(entry, store.arena.slot(SIZE, SIZE)).join_compute()
+    assert len(made) <= before + 2

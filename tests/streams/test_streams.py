@@ -10,7 +10,7 @@ from sampled import sampled
 from streams.modes import MODES, WARM, Training, plainly, training
 from streams.mutants import EQUIVALENT, MUTANTS, Edit
 
-from zcompile.runtime.transfer.transfer import Transfer
+from zcompile.runtime.transfer.one_copy import OneCopy
 
 FIRST = 3
 """Mutants of each mode that every change is tested with."""
@@ -60,7 +60,7 @@ def test_what_copies_hold_that_lag_behind_the_host_is_told(run):
     assert (asked > 0) == (run.name != "all on the device")
     assert beyond <= 0
     if run.name == "offloaded activations":
-        with Edit(Transfer, "release", "self._drop_memory(None)", "pass").made():
+        with Edit(OneCopy, "release", "self._drop_memory(None)", "pass").made():
             assert lag_of(run)[1] > 0
 
 

@@ -40,8 +40,11 @@ class SimTransfer:
     adds         it is added to the bytes at home: on the host, half of each buffer for either
     disk_nbytes  bytes that a disk moves for it: whole blocks
     unseen       a link that it passes in no time
+    by_events    the device's own streams order it: it is enqueued once the host has heard of what
+                 `hears_of` names, and waits there for all else that it follows
+    hears_of     (a transfer, the name of a moment of it)
     begin_s      when its first piece set out; None before
-    queued_s     when the last piece set out on the link to, or from, the device
+    queued_s     when the last piece was given to the link to, or from, the device
     over_s       when its memory was free or filled
     home_s       when all of it was done
     blockers     number of events before it may set out
@@ -57,6 +60,8 @@ class SimTransfer:
     adds: bool = False
     disk_nbytes: int = 0
     unseen: str | None = None
+    by_events: bool = False
+    hears_of: "Sequence[tuple[SimTransfer, str]]" = ()
     begin_s: float | None = None
     queued_s: float | None = None
     over_s: float | None = None
@@ -66,6 +71,10 @@ class SimTransfer:
     home_left: int = 0
     after_over: "list[SimTransfer]" = field(default_factory=list)
     after_home: "list[SimTransfer]" = field(default_factory=list)
+
+    def order_by_events(self, hears_of: "Sequence[tuple[SimTransfer, str]]") -> None:
+        """Let it be enqueued once the host has heard of these."""
+        self.by_events, self.hears_of = True, hears_of
 
     @property
     def staged(self) -> bool:
@@ -278,6 +287,8 @@ class LinkSimulator:
 
     def _queue(self, piece: _Piece) -> None:
         turns, queue, _, _ = piece.queues[piece.at]
+        if piece.last and piece.at + 1 == piece.transfer.over_after:
+            piece.transfer.queued_s = self.now
         if turns.busy:
             queue.append(piece)
         else:
@@ -289,8 +300,6 @@ class LinkSimulator:
         transfer, at, now = piece.transfer, piece.at, self.now
         if transfer.begin_s is None:
             transfer.begin_s = now
-        if piece.last and at + 1 == transfer.over_after:
-            transfer.queued_s = now
         self._count = count = self._count + 1
         over_s = now + piece.nbytes / piece.queues[at][2]
         heappush(self._events, (over_s, count, LinkSimulator._passed, piece))

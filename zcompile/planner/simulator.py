@@ -1,14 +1,16 @@
 """Simulates training steps without a device: the instructions of the executor, walked on a clock.
 
 The host starts what comes next and waits where the executor would; compute goes on in order, on the
-host's own thread or beside it; transfers travel as `links.py` says. A step is walked several times
-in a row, since the transfers that are ahead when it begins were started while the one before still
-ran, and the last walk is the answer (`simulate`). `predicted` gives it as plain numbers, beside
-those that `zcompile.stats` measures.
+host's own thread or beside it; transfers travel as `links.py` says. Beside the host, on CUDA, it is
+compute that waits for a copy, by an event: the host waits only until all parts of the copy are
+enqueued, for room in the backlog, and where memory goes back to the device for good. A step is
+walked several times in a row, since the transfers that are ahead when it begins were started while
+the one before still ran, and the last walk is the answer (`simulate`). `predicted` gives it as
+plain numbers, beside those that `zcompile.stats` measures.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,17 +34,23 @@ from zcompile.planner.paths import LinkPaths
 
 
 class ComputeTask(NamedTuple):
-    """A piece of compute, the piece before it, and the time at which the host issued it."""
+    """A piece of compute, the piece before it, and the time at which the host came to it."""
 
     before: SimTransfer
     issued_s: float
     task: SimTransfer
 
+    @property
+    def stall_s(self) -> float:
+        """Seconds that compute waited for more than the host and what is before."""
+        return max(0.0, time_of(self.task.begin_s) - later(self.before, self.issued_s))
+
 
 class WalkedInstruction(NamedTuple):
     """An instruction that was walked; its times are known once all traffic is over.
 
-    work  the compute that it started; sent: the transfer
+    waited_s  seconds of them that the host waited
+    work      the compute that it started; sent: the transfer
     """
 
     call: int
@@ -59,9 +67,8 @@ class WalkedInstruction(NamedTuple):
     def moment(self, begun: float) -> Moment:
         """The instruction with its times, in seconds since `begun`."""
         if self.work is not None:
-            ready = later(self.work.before, self.work.issued_s)
             begin, end = time_of(self.work.task.begin_s), time_of(self.work.task.over_s)
-            stall = max(0.0, begin - ready)
+            stall = self.work.stall_s + self.waited_s
         else:
             begin, end, stall = self.begin_s + self.waited_s, self.end_s, self.waited_s
         sent = arrived = None
@@ -92,13 +99,23 @@ def later(task: SimTransfer, host_s: float) -> float:
     return max(time_of(task.over_s), host_s)
 
 
-def idle(waited: tuple[SimTransfer, float, float]) -> float:
-    """Seconds in which the host waited between calls and compute was idle.
+class WaitBetween(NamedTuple):
+    """A wait between two calls: of the host, from `begin_s` to `end_s`; or of compute, by `work`.
 
-    waited  the piece of compute before the wait, and when the wait began and ended
+    before  the piece of compute before it
     """
-    task, begin, end = waited
-    return max(0.0, end - later(task, begin))
+
+    before: SimTransfer
+    begin_s: float
+    end_s: float
+    work: ComputeTask | None
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds of it in which compute was idle."""
+        if self.work is not None:
+            return self.work.stall_s
+        return max(0.0, self.end_s - later(self.before, self.begin_s))
 
 
 _Row = tuple[int, int, bool, SimTransfer]
@@ -167,6 +184,8 @@ class SimulatedSteps:
         self._taken = sum(map(aligned, self._routes.resident("device")))
         self._held = StepFootprint()
         self._departing: deque[SimTransfer] = deque()
+        self._joined: ComputeTask | None = None
+        """What compute waits for before the instruction that is walked sends its gradient."""
         self._begin()
 
     def _begin(self) -> None:
@@ -177,7 +196,7 @@ class SimulatedSteps:
         self._sent: list[SimTransfer] = []
         self._walked: list[WalkedInstruction] = []
         self._crest = self._held.now
-        self._between: list[tuple[SimTransfer, float, float]] = []
+        self._between: list[WaitBetween] = []
 
     def timeline(self) -> Timeline:
         """Walk the step once more, and return its times and bytes."""
@@ -194,7 +213,7 @@ class SimulatedSteps:
         return Timeline(
             step_s=since - begun,
             compute_s=sum(m.end_s - m.begin_s for m in moments if m.is_work),
-            stall_s=sum(m.stall_s for m in moments) + sum(map(idle, self._between)),
+            stall_s=sum(m.stall_s for m in moments) + sum(wait.idle_s for wait in self._between),
             phases=phases,
             nbytes=nbytes,
             busy_s=busy_s,
@@ -248,7 +267,7 @@ class SimulatedSteps:
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
         for index, x in enumerate(call.schedule.effects):
-            self._waited, begin = 0.0, self._host
+            self._waited, self._joined, begin = 0.0, None, self._host
             before, self._crest = self._taken, self._held.now
             if x.changes_live:
                 self._rise()
@@ -259,6 +278,7 @@ class SimulatedSteps:
                 sent = self._cross(x)
             else:
                 sent = self._arrive(x) if x.lane is IN else self._leave(x)
+                work = self._joined
             if self._tells:
                 done = begin, self._host, self._waited, work, sent
                 together = max(before + self._crest, self._taken + self._held.now)
@@ -279,14 +299,18 @@ class SimulatedSteps:
         if x.home is not None:
             self._await_home(x.home)
         if region is not None:
-            task = self._work(self._costs.region_seconds(region), *self._awaited(x))
+            after = [self._done[ticket] for ticket in x.after]
+            if self._asynchronous:
+                self._until_enqueued(after)
+            task = self._work(self._costs.region_seconds(region), *after)
             if self._asynchronous:
                 self._host += self._costs.launch_seconds(region)
         else:
             if x.after:
-                task = self._work(0.0, *self._awaited(x))
-                if x.changes_live:  # what it gives back is free only once the host knows
-                    self._await([self._done[ticket] for ticket in x.after])
+                awaited = [self._done[ticket] for ticket in x.after]
+                task = self._compute_joins(awaited)
+                if x.changes_live:  # it gives memory back
+                    self._gone(awaited)
             self._issue(x)
         if x.takes is not None:
             self._take(x.takes)
@@ -298,13 +322,28 @@ class SimulatedSteps:
             self._done[x.ticket] = self._compute
         return task
 
-    def _awaited(self, x: Effects) -> list[SimTransfer]:
-        """The transfers that compute waits for; the host waits until all of each is on its way."""
-        awaited = [self._done[ticket] for ticket in x.after]
+    def _compute_joins(self, transfers: Sequence[SimTransfer]) -> ComputeTask:
+        """Let compute wait for transfers; beside the host, which waits until they are enqueued."""
+        since = self._host
         if self._asynchronous:
-            for transfer in awaited:
+            self._until_enqueued(transfers)
+        return self._work(0.0, *transfers)._replace(issued_s=since)
+
+    def _until_enqueued(self, transfers: Sequence[SimTransfer]) -> None:
+        """Let the host wait until all copies of transfers are enqueued on the device."""
+        for transfer in transfers:
+            for other, moment in transfer.hears_of:
+                self._host = max(self._host, self._traffic.until(other, moment))
+            if not transfer.by_events:
                 self._host = max(self._host, self._traffic.until(transfer, "queued_s"))
-        return awaited
+
+    def _gone(self, transfers: Sequence[SimTransfer]) -> None:
+        """Compute has joined transfers that read memory of its own, and has that memory again:
+        beside the host at once, since whatever it does next comes after them."""
+        if self._asynchronous:
+            self._backlog = [j for j in self._backlog if j not in transfers]
+        else:
+            self._await(transfers)
 
     def _work(self, seconds: float, *after: SimTransfer) -> ComputeTask:
         """Let compute go on for so many seconds, after all before it and `after`."""
@@ -318,10 +357,14 @@ class SimulatedSteps:
         return ComputeTask(before, issued, task)
 
     def _await_home(self, home: HomeAccess) -> None:
-        """Let the host wait until no transfer uses bytes of an entry that compute is to use."""
+        """Let the host wait until no transfer uses bytes of an entry that compute is to use.
+
+        What compute itself moves, beside the host, it has moved when it comes there.
+        """
         before, ref = self._host, self._call.entry_of(home)
         for transfer in self._in_flight.blockers(ref, home.begin, home.end, home.writes):
-            self._host = max(self._host, self._traffic.until(transfer, "home_s"))
+            if transfer.route or not self._asynchronous:
+                self._host = max(self._host, self._traffic.until(transfer, "home_s"))
         self._waited = self._host - before
 
     def _arrive(self, x: Effects) -> SimTransfer:
@@ -367,8 +410,10 @@ class SimulatedSteps:
         before, ref = self._host, self._call.entry_of(home)
         transfer = self._routes.transfer(self._call, ref, x)
         if home.role is GRADIENT:
-            self._join(self._held.leave(x))
+            self._joined = self._join(self._held.leave(x))
             self._departing.append(transfer)
+            if self._joined is not None:
+                before = self._host
         if x.reads and transfer.route:  # else the value is at home where it is
             self._make_room(x.nbytes)
             self._backlog.append(transfer)
@@ -410,15 +455,19 @@ class SimulatedSteps:
         self._held_peak = max(self._held_peak, held)
         self._together = max(self._together, self._taken + held)
 
-    def _wait_between(self, wait: Callable[[], object]) -> None:
-        """Let the host wait between instructions, and remember for how long."""
+    def _wait_between(self, wait: Callable[[], ComputeTask | None]) -> None:
+        """Let the host or compute wait between instructions, and remember for how long."""
         task, begin = self._compute, self._host
-        wait()
-        self._between.append((task, begin, self._host))
+        work = wait()
+        self._between.append(WaitBetween(task, begin, self._host, work))
 
-    def _join(self, departures: int) -> None:
-        """Let the host wait for the oldest gradients in flight."""
-        self._await([self._departing.popleft() for _ in range(departures)])
+    def _join(self, departures: int) -> ComputeTask | None:
+        """Let compute join the oldest gradients in flight, whose memory it has then; on the host's
+        own thread the host waits for them."""
+        oldest = [self._departing.popleft() for _ in range(departures)]
+        joins = self._compute_joins(oldest) if oldest and self._asynchronous else None
+        self._gone(oldest)
+        return joins
 
     def _await(self, transfers: Sequence[SimTransfer]) -> None:
         """Let the host wait for transfers."""
@@ -450,6 +499,9 @@ class SimulatedSteps:
         entry blocks it."""
         self._traffic.advance(self._host)
         blockers = self._in_flight.blockers(ref, home.begin, home.end, home.writes)
+        if self._asynchronous and not transfer.staged:
+            sharing = [*follows, *(self._done[t] for t in after)]
+            transfer.order_by_events(tuple(_heard_of(blockers, sharing)))
         self._in_flight.start(ref, home.begin, home.end, home.writes, transfer)
         self._traffic.start(
             transfer, self._host, (*follows, *(self._done[t] for t in after)), blockers
@@ -475,6 +527,19 @@ class SimulatedSteps:
         if (seconds := self._issues.get(key)) is None:
             seconds = self._issues[key] = self._costs.issue_seconds(x)
         self._host += seconds
+
+
+def _heard_of(
+    on_entry: Iterable[SimTransfer], on_memory: Iterable[SimTransfer]
+) -> Iterator[tuple[SimTransfer, str]]:
+    """What the host must have heard of before a copy can be enqueued that follows others: of those
+    that use the same bytes of its entry, and those (or compute) that use the same memory."""
+    for others, moment in ((on_entry, "home_s"), (on_memory, "queued_s")):
+        for other in others:
+            if other.by_events:
+                yield from (row for row in other.hears_of if getattr(*row) is None)
+            elif other.route and getattr(other, moment) is None:
+                yield other, moment
 
 
 REPEATS = 3

@@ -114,6 +114,8 @@ class DryRunDevice:
     torch_device  other than the CPU only in a stand-in for a device that is asked about
     """
 
+    streams = None
+
     def __init__(self, chunk_bytes: int, emulates: bool, torch_device: torch.device = CPU) -> None:
         self.torch_device = torch_device
         self.chunk_bytes = chunk_bytes

@@ -113,6 +113,11 @@ class Arena:
         begin = tensor.data_ptr() - self._memory.data_ptr()
         return self._memory[begin : begin + tensor.numel()]
 
+    def window_and_holds(self, tensor: Tensor) -> tuple[Tensor, bool]:
+        """`window` and `holds` at once, for what is asked of each transfer."""
+        window = self.window(tensor)
+        return window, window is not tensor or lies_in(tensor, self.scratch.memory)
+
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:

@@ -35,6 +35,32 @@ class CopyListener(Protocol):
         again."""
 
 
+class CopyStreams(Protocol):
+    """The streams of a device that orders copies itself, by events."""
+
+    def is_on_host(self, memory: Tensor) -> bool:
+        """Whether memory is the host's, and not the device's own."""
+
+    def enqueue(
+        self,
+        direction: Direction,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Ticket],
+        name: str,
+    ) -> Ticket:
+        """Enqueue a copy between host and device memory behind the marks `after`.
+
+        Returns a mark that is complete once the copy is over; nobody hears of that. The caller
+        keeps target and source alive until then, or until compute waits for the mark.
+        name    of the entry whose bytes are copied, for people
+        raises  RuntimeError
+        """
+
+    def hear_of(self, direction: Direction, mark: Ticket, listener: "CopyListener") -> None:
+        """Have a thread wait for the mark of an enqueued copy, and tell the listener (`landed`)."""
+
+
 class Device(Protocol):
     """The operations that the runtime needs of a compute device."""
 
@@ -43,6 +69,10 @@ class Device(Protocol):
     """Whether compute may touch host memory, and no throttled link must show between them."""
     chunk_bytes: int
     """The most bytes per operand and chunk of an optimizer's step."""
+
+    @property
+    def streams(self) -> CopyStreams | None:
+        """None, where threads of the host copy."""
 
     def trim_after_compile(self) -> None:
         """Return memory that a compilation left behind to the system."""

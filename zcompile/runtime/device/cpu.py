@@ -45,6 +45,7 @@ class CpuDevice:
 
     torch_device = torch.device("cpu")
     chunk_bytes = 16 * MiB
+    streams = None
     """At 2 GB/s of a disk 8 ms, many times what starting a transfer costs; three chunks of four
     operands are in flight, which keeps a disk busy."""
 

@@ -49,6 +49,7 @@ from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import FileRange, Place
 from zcompile.runtime.tiers.device import DeviceTier
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, compute_marks
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.runtime.transfer.transfer import Add, Fetch, Put, ReadBack, Transfer
@@ -414,7 +415,7 @@ class Store:
         self.homes = Tiers(
             resources.tiers, DeviceTier(self.arena), self.meter, self._mover.wait_for_dead
         )
-        self._backlog = Backlog(resources.backlog_bytes)
+        self._backlog = Backlog(resources.backlog_bytes, self._mover.hear_of_all)
         self._entries: dict[int, Entry] = {}
         self._dead = Dead()
         self.deferrals = Deferrals(apply_deferred)
@@ -586,16 +587,13 @@ class Store:
         """
         self.enter(entry.name)
         self._prepare_read(entry, ahead)
-        fetch = Fetch(
-            entry.place,
-            begin,
-            self.arena.window(target),
-            target,
-            compute_marks(after),
-            self._context,
-            self.arena.holds(target),
-        )
-        return self._submit(fetch, after)
+        window, padded = self.arena.window_and_holds(target)
+        place, context = entry.place, self._context
+        if context.device.streams is not None and place.tier.in_memory:
+            copy = OneCopy(place, begin, window, target, context, False, padded)
+            return self._submit(copy, after)
+        marks = compute_marks(after)
+        return self._submit(Fetch(place, begin, window, target, marks, context, padded), after)
 
     def can_view_in_place(self, entry: Entry) -> bool:
         """Whether compute reaches the bytes of `entry` where they rest, in one piece.
@@ -651,17 +649,14 @@ class Store:
         if source.numel() == entry.nbytes:
             entry.deferred = ()
         self.deferrals.apply(entry)
-        window = self.arena.window(source)
-        put = Put(
-            entry.place,
-            begin,
-            window,
-            source,
-            compute_marks(after),
-            self._context,
-            self.arena.holds(source),
-        )
-        return self._submit_write(entry, put, source, after)
+        window, padded = self.arena.window_and_holds(source)
+        place, context = entry.place, self._context
+        streams = context.device.streams
+        if streams is not None and place.tier.in_memory and not streams.is_on_host(source):
+            copy = OneCopy(place, begin, window, source, context, True, padded)
+            return self._submit_write(entry, copy, source, padded, after)
+        put = Put(place, begin, window, source, compute_marks(after), context, padded)
+        return self._submit_write(entry, put, source, padded, after)
 
     @uninterrupted
     def add(
@@ -681,7 +676,7 @@ class Store:
             self._context,
             source.dtype,
         )
-        return self._submit_write(entry, add, raw, after)
+        return self._submit_write(entry, add, raw, self.arena.holds(raw), after)
 
     @uninterrupted
     def zero(self, entry: Entry) -> None:
@@ -820,19 +815,28 @@ class Store:
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
         assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
+        if type(transfer) is OneCopy:
+            if self._mover.copy_on_stream(transfer, after):
+                return transfer
+            transfer = transfer.in_parts(compute_marks(after))
         self._mover.submit(transfer, after)
         return transfer
 
     def _submit_write(
-        self, entry: Entry, transfer: Transfer, source: Tensor, after: Sequence[Ticket]
+        self,
+        entry: Entry,
+        transfer: Transfer,
+        source: Tensor,
+        in_arena: bool,
+        after: Sequence[Ticket],
     ) -> Transfer:
         before_write(entry)
-        nbytes = 0 if self.arena.holds(source) else source.numel()
-        self._backlog.enter(nbytes)
+        nbytes = 0 if in_arena else source.numel()
         if nbytes:
+            self._backlog.enter(nbytes)
             transfer.when_released(partial(self._backlog.leave, nbytes))
         try:
-            self._submit(transfer, after)
+            transfer = self._submit(transfer, after)
         except BaseException:  # what never started takes no room
             self._backlog.leave(nbytes)
             raise

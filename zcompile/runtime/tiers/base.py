@@ -147,6 +147,9 @@ class Operation(ByteAccess, Protocol):
     @property
     def home(self) -> Promise: ...
 
+    def await_end(self) -> None:
+        """Have somebody hear of the end, who else might do that only when there is occasion."""
+
 
 class Span(NamedTuple):
     """An access to bytes of an entry that is no transfer: compute touches them in place."""

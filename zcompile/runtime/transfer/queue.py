@@ -7,6 +7,7 @@ the queue, which keeps long queues on one entry from nesting their calls.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -14,8 +15,12 @@ from torch import Tensor
 
 from zcompile.runtime.device.pages import clear_bytes
 from zcompile.runtime.tiers.base import Place, Span, TierIO
+from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, Workers
 from zcompile.runtime.transfer.transfer import SourceRead, Transfer
+
+HEARD_BY_THE_HOST = Transfer, Promise
+"""Tickets of which the host may have to hear before what comes after them is enqueued."""
 
 
 class TransferQueue:
@@ -28,6 +33,8 @@ class TransferQueue:
         self._starter = Workers("zinf-start", 1, self.abandon)
         self._in_flight: dict[Transfer, None] = {}
         """The oldest first."""
+        self._on_streams: dict[str, deque[OneCopy]] = {"h2d": deque(), "d2h": deque()}
+        """By direction, in the order of the stream: those of which the host has not heard."""
         self._lock = threading.RLock()
 
     def submit(self, transfer: Transfer, after: Sequence[Ticket]) -> None:
@@ -64,6 +71,66 @@ class TransferQueue:
             transfer.start(gate.error)
         else:
             gate.then(partial(self._start_later, transfer))
+
+    def copy_on_stream(self, copy: OneCopy, after: Sequence[Ticket]) -> bool:
+        """Enqueue `copy` now, if events of the device say all that it has to come after.
+
+        Else nothing has happened, and it is to be submitted in parts.
+        after   as in `submit`
+        raises  what an earlier transfer on the entry failed with
+        """
+        place, marks, others = copy.place, list[Ticket](), list[OneCopy]()
+        for ticket in after:
+            if type(ticket) is OneCopy:
+                others.append(ticket)
+            elif isinstance(ticket, HEARD_BY_THE_HOST):
+                return False
+            elif type(ticket) is not Ready:
+                marks.append(ticket)
+        with self._lock:
+            self.check(place)
+            assert not place.freed, f"{place.name!r} is used after its last use"
+            home = copy.home_piece()
+            if home is None:
+                return False
+            for blocker in place.blockers(copy):
+                if type(blocker) is not OneCopy:
+                    return False
+                others.append(blocker)
+            try:
+                copy.enqueue(home, marks, others, partial(self._finished, copy))
+            except RuntimeError as error:
+                copy.note_end(error)
+                return True
+            place.in_flight.append(copy)
+            self._in_flight[copy] = None
+            on_stream = self._on_streams[copy.direction]
+            on_stream.append(copy)
+            while on_stream and self._is_over(on_stream[0]):
+                on_stream.popleft()
+        return True
+
+    def _is_over(self, copy: OneCopy) -> bool:
+        """Whether a copy on a stream is over, which is noted then if nobody has asked to hear of
+        it."""
+        if copy.over:
+            return True
+        if copy.is_awaited or copy.mark is None:
+            return False
+        error: BaseException | None = None
+        try:
+            if not copy.mark.done():
+                return False
+        except RuntimeError as failed:
+            error = failed
+        return all(map(self._is_over, copy.follows)) and copy.note_end(error)
+
+    def hear_of_all(self) -> None:
+        """Have threads wait for whatever is in flight, so that who waits for memory hears of it."""
+        with self._lock:
+            in_flight = list(self._in_flight)
+        for transfer in in_flight:
+            transfer.await_end()
 
     def _follow(
         self,
@@ -148,6 +215,9 @@ class TransferQueue:
         with self._lock:
             place.free()
             idle = not place.in_flight
+            in_flight = list(place.in_flight)
+        for transfer in in_flight:
+            transfer.await_end()
         if idle:
             place.tier.release(place.extent)
 
@@ -171,7 +241,14 @@ class TransferQueue:
             transfer.memory_free.wait_finished()
 
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, as of now; takes no lock."""
+        """Whether nothing is in flight, as of now; waits for no lock."""
+        if self._in_flight and self._lock.acquire(blocking=False):
+            try:
+                for on_stream in self._on_streams.values():
+                    while on_stream and self._is_over(on_stream[0]):
+                        on_stream.popleft()
+            finally:
+                self._lock.release()
         return not self._in_flight
 
     def drain(self) -> None:
@@ -208,8 +285,8 @@ class TransferQueue:
         """A transfer has ended: note its error, and free the extent if its entry is dead."""
         place = transfer.place
         with self._lock:
-            self._in_flight.pop(transfer, None)
-            place.in_flight.remove(transfer)
+            if self._in_flight.pop(transfer, transfer) is None:
+                place.in_flight.remove(transfer)
             if error is not None:
                 place.error = place.error or error
                 if self.closed is None:
@@ -227,12 +304,14 @@ def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
 class Backlog:
     """Bounds the bytes of put sources outside the arena that are in flight.
 
+    hear      called before a wait: what leaves is to be heard of
     waited_s  seconds that `enter` has waited, in all
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, hear: Callable[[], None] = lambda: None) -> None:
         self.waited_s = 0.0
         self.most_bytes = most_bytes
+        self._hear = hear
         self._now = 0
         self._lock = threading.Lock()
         self._less = Promise()
@@ -249,6 +328,7 @@ class Backlog:
                     return
                 less = self._less = self._less if not self._less.done() else Promise()
             since = since or time.perf_counter()
+            self._hear()
             less.wait_finished()
 
     def leave(self, nbytes: int, error: BaseException | None = None) -> None:

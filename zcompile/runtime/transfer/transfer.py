@@ -178,6 +178,10 @@ class Transfer(ABC):
         self.copied(error)
         self.home.drop(error)
 
+    def await_end(self) -> None:
+        """As `Operation.await_end`: those who move its bytes hear of it anyway."""
+        return
+
     def buffer_bytes(self, begin: int, end: int) -> int:
         low, high = self.place.blocks(begin, end)
         return -(-(high - low) // BLOCK_BYTES) * BLOCK_BYTES * self.buffers_per_chunk

@@ -83,7 +83,7 @@ class Together:
                 raise CheckpointUnwritable(
                     errno.EIO,
                     self.path,
-                    f"rank {rank} on {self.fabric.host_of(rank)} could not do its part: {text}",
+                    f"rank {rank} on {self.fabric.hosts[rank]} could not do its part: {text}",
                     "mend that, and save again: what stood there stands, and the run can go on",
                 )
         return [rank for rank, (said, _) in enumerate(told) if said == BLIND]
@@ -395,12 +395,12 @@ def _seen(path: Path, plan: Plan, system: SystemCalls) -> Made | None:
 def _warn(together: Together, blind: Sequence[int]) -> None:
     """Say that rank 0 writes all, and what that means."""
     fabric = together.fabric
-    who = ", ".join(f"rank {rank} on {fabric.host_of(rank)}" for rank in blind)
+    who = ", ".join(f"rank {rank} on {fabric.hosts[rank]}" for rank in blind)
     logger.warning(
         "%s, as rank 0 on %s sees it, is not seen by %s: rank 0 writes all of the checkpoint, "
         "tensor by tensor. Save to a directory that all machines share, so that each rank writes "
         "its part; or copy this one to the same path of each machine before zcompile.resume",
         together.path,
-        fabric.host_of(0),
+        fabric.hosts[0],
         who,
     )

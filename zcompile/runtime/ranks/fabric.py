@@ -467,9 +467,10 @@ class Fabric:
         sent = sum(tensor.numel() for tensor in sends.values())
         self._submit("gather", what, carry, (), sent).wait()
 
-    def host_of(self, rank: int) -> str:
-        """The name of the machine that a rank runs on."""
-        return self._hosts[rank]
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the machines that ranks run on."""
+        return tuple(self._hosts)
 
     # --- Failures ---
 

@@ -233,7 +233,7 @@ def test_blocks_are_cut_from_what_lies_end_to_end(sizes, blocks):
 def test_what_is_read_at_once_fits_a_block_and_splits_no_element(begin, monkeypatch):
     monkeypatch.setattr(stream, "BLOCK_BYTES", 8192)
     row = stream.Row(torch.int64, (5000,), begin, begin + 40_000)
-    parts = list(stream.spans(row))
+    parts = list(stream.spans(row.begin, row.end, row.dtype.itemsize))
     assert [parts[0][0], parts[-1][1]] == [row.begin, row.end]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
     assert all((b - row.begin) % 8 == 0 and e - b // 4096 * 4096 <= 8192 for b, e in parts)

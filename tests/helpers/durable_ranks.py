@@ -7,6 +7,7 @@ nothing of one that was killed.
 import errno
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -113,9 +114,18 @@ def trained(
     host_memory: str = ON_DISK,
     fault: Fault | None = None,
     resumes: bool = True,
+    nodes: Sequence[str] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """Go on from what is in `disk`: the step that was found, digests there and at the end."""
+    """Go on from what is in `disk`: the step that was found, digests there and at the end.
+
+    nodes  the machine that each rank takes itself to be on; each has a directory of its own, below
+           `disk`, and sees no other
+    """
+    if nodes:
+        socket.gethostname = lambda: nodes[rank]
+        disk = f"{disk}/{nodes[rank]}"
+        Path(disk).mkdir(exist_ok=True)
     faulty = Faulty(fault)
     given = {**FIELDS, "disk": disk, "host_memory": host_memory, **fields}
     found: dict[str, Any] = {"found": 0}

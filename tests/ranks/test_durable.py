@@ -181,3 +181,44 @@ def test_what_is_prepared_is_left_alone_and_read_by_others(expected, tmp_path):
     assert zcompile.resume(tmp_path, plain, optimizer)["step"] == 2
     assert state_of(plain, optimizer) == expected[2]
     assert check_resumes(expected, 2, tmp_path) == (2, 2)
+
+
+NODES = ["node-a", "node-b"]
+"""Two machines without a filesystem that they share, one rank on each."""
+
+
+def test_what_lies_on_another_machine_is_named_and_can_be_brought_here(expected, tmp_path):
+    run(2, str(tmp_path), 1, nodes=NODES)
+    here, there = (tmp_path / node for node in NODES)
+    plain = built()
+    optimizer = adamw(plain.parameters())
+    with pytest.raises(Unsupported) as caught:
+        zcompile.resume(here, plain, optimizer)
+    assert str(caught.value) == (
+        f"the last commit in {here} is of 2 ranks, and here it lacks the parts of ranks 1; start 2 "
+        f"ranks, each where its directory is (that of rank 1 lay on node-b, in {here}); or bring "
+        "rank-0-of-2 and the others together in one directory that all ranks see; if one of them "
+        "is lost, so is the commit: go on from a checkpoint that zcompile.save wrote, in another "
+        "directory"
+    )
+    assert state_of(plain, optimizer) == expected[0]
+    shutil.copytree(there / "rank-1-of-2", here / "rank-1-of-2")
+    assert zcompile.resume(here, plain, optimizer)["step"] == 1
+    assert state_of(plain, optimizer) == expected[1]
+
+
+@pytest.mark.slow
+def test_ranks_of_several_machines_go_on_where_their_parts_lie(expected, tmp_path):
+    run(2, str(tmp_path), 1, nodes=NODES)
+    first, second = run(2, str(tmp_path), 1, nodes=["node-a", "node-c"])  # a new one for b
+    for found in first, second:
+        assert found["error"][0] in ("DurableDamaged", "RankFailed")
+        assert "which rank 0 has, is missing on rank 1: its directory" in found["error"][1]
+    assert "it lay on node-b, and the rank is on node-c now: start it there" in first["error"][1]
+    for found in run(2, str(tmp_path), 1, nodes=NODES[::-1]):  # each looks where the other's lies
+        assert found["error"][0] in ("Unsupported", "RankFailed")
+        assert "here it lacks the parts of ranks" in found["error"][1]
+    for found in run(2, str(tmp_path), 1, nodes=NODES):
+        assert found["found"] == 1
+        assert found["begun"] == expected[1]
+        assert found["ended"] == expected[2]

@@ -10,6 +10,8 @@ import time
 
 import pytest
 import torch
+from border import Border
+from border import offloaded as offloaded_by
 from rank_models import adamw, batch, words
 from rank_pool import RankPool
 from sampled import sampled, sampled_rows
@@ -305,3 +307,31 @@ def well(mesh):
 
 def test_the_ranks_that_are_left_train_on_together(pool):
     assert [kind for kind, _, _ in pool.run(well, 2)] == ["nothing"] * 2
+
+
+def while_it_saves(mesh, path):
+    """Save twice; rank 1 is killed when the second save comes to write what it has."""
+
+    def around(call, go):
+        if armed and call.name == "pwrite" and mesh.get_local_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return go()
+
+    armed = False
+    model = offloaded_by(words(), Border(around), mesh=mesh, **BUDGETS)
+    zcompile.save(path, model, number=1)
+    armed = True
+    with pytest.raises(RankFailed) as caught:
+        zcompile.save(path, model, number=2)
+    zcompile.close(model)
+    return str(caught.value)
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_the_checkpoint_before(pool, tmp_path):
+    pool.send(while_it_saves, 2, str(tmp_path / "run"))
+    ok, text = pool.receive(0)
+    assert ok, text
+    assert "rank 1 on " in text
+    assert "its process ended without a word" in text
+    assert zcompile.resume(tmp_path / "run", words()) == {"number": 1}
+    assert os.listdir(tmp_path) == ["run"]

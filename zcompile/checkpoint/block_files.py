@@ -40,17 +40,20 @@ def new_blocks() -> list[Tensor]:
 
 
 class BlockWriter:
-    """Writes a new file, which it opens.
+    """Writes a file, which it opens.
 
     path    in the directory of the descriptor `folder`
     nbytes  that the file will have
     system  makes all calls
+    made    whether it is there already; else it is made
     raises  IOFault, with what the system said
     """
 
-    def __init__(self, path: Path, folder: int, nbytes: int, system: SystemCalls) -> None:
+    def __init__(
+        self, path: Path, folder: int, nbytes: int, system: SystemCalls, made: bool = False
+    ) -> None:
         self.path = path
-        self._system = system
+        self._system, self._new = system, 0 if made else os.O_CREAT
         try:
             self._fd = self._open(folder)
         except OSError as error:
@@ -58,10 +61,10 @@ class BlockWriter:
 
     def _open(self, folder: int) -> int:
         """Open the file; it is no link, nor what a link leads to."""
-        flags, name = os.O_RDWR | os.O_CREAT, self.path.name
+        flags, name = os.O_RDWR | self._new, self.path.name
         try:
-            new = flags | os.O_EXCL | os.O_DIRECT
-            return self._system.open(name, new, 0o666, dir_fd=folder)
+            alone = os.O_EXCL if self._new else os.O_NOFOLLOW
+            return self._system.open(name, flags | alone | os.O_DIRECT, 0o666, dir_fd=folder)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

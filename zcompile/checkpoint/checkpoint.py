@@ -17,7 +17,8 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,14 @@ from zcompile.checkpoint.safetensors import (
     read_json,
     shards_of,
 )
+from zcompile.checkpoint.shares import (
+    Own,
+    Plan,
+    Together,
+    make_files,
+    plan_of,
+    write_own,
+)
 from zcompile.checkpoint.state import (
     Fact,
     ModelState,
@@ -52,7 +61,14 @@ from zcompile.checkpoint.state import (
     model_state,
     restore,
 )
-from zcompile.checkpoint.stream import MOST_IN_FLIGHT, Loader, NewFile, ReportBytes
+from zcompile.checkpoint.stream import (
+    MOST_IN_FLIGHT,
+    Loader,
+    NewFile,
+    ReportBytes,
+    is_shared,
+    parts_of,
+)
 from zcompile.checkpoint.torch_file import Held, TorchFile
 from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
@@ -60,8 +76,7 @@ from zcompile.ir.units import show_size
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
-from zcompile.runtime.progress import working
-from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
+from zcompile.runtime.progress import Work, working
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
@@ -220,10 +235,15 @@ def save(
     If `path` is the model's own durable directory, this is one small commit; later commits keep
     `extra`.
 
-    progress  told bytes done and bytes in all, after every few MiB
+    Several ranks call it together, with the same path, and each writes its shares; of all else, as
+    of `extra`, rank 0 writes its own. Where a rank does not see the directory that rank 0 writes
+    to, rank 0 writes all, and a warning says so.
+
+    progress  told bytes done and bytes in all, after every few MiB; on each rank, of its own
     extra     JSON-able values, tensors, and dicts, lists and tuples of them, such as
               `scheduler=scheduler.state_dict()`
-    raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed
+    raises    CheckpointUnwritable, Unsupported, IOFault; then nothing has changed, and where one
+              rank fails, all raise, and say which. RanksDiffer, RankFailed
     """
     _check_order("save(path, model, optimizer)", path, model)
     if (flaw := _flaw_of(path)) is not None:
@@ -232,13 +252,111 @@ def save(
         commit(commit_log, model, optimizer, extra)
         return
     since = time.perf_counter()
-    path = Path(path)
+    path, system, fabric = Path(path), _system_of(model), fabric_behind(model)
     state = describe(model, optimizer, extra)
+    if fabric is None:
+        _drain(state)
+        total = _save_alone(path, state, system, progress)
+    else:
+        together = Together(fabric, path)
+        with together.telling():
+            _drain(state)
+            total = _save_together(together, state, system, progress)
+            together.meet()
+    if fabric is None or fabric.rank == 0:
+        seconds = time.perf_counter() - since
+        logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
+
+
+def _drain(state: TrainingState) -> None:
+    """What is still under way to a file cannot be shared with another."""
     for session in {session_of(tensor.entry) for tensor in state.tiered.values()}:
-        session.drain()  # what is still under way to a file cannot be shared with another
+        session.drain()
+
+
+def _save_alone(
+    path: Path, state: TrainingState, system: SystemCalls, progress: Progress | None
+) -> int:
+    """Save a state; returns the bytes of all files."""
+    with _new_checkpoint(path, state, system) as new, ExitStack() as stack:
+        files = []
+        for shard in new.shards:
+            to, parts = new.made.path / shard.file, parts_of(*shard.content)
+            with deferred_interrupts():  # one after it was opened would leave it open
+                files.append(NewFile(to, new.made.fd, parts, shard.header.nbytes, system))
+                stack.callback(files[-1].close)
+        for file in files:
+            file.reserve()
+        told = _reporting(new.work, progress, new.total)
+        for file in files:
+            file.stream(told)
+    return new.total
+
+
+def _save_together(
+    together: Together, state: TrainingState, system: SystemCalls, progress: Progress | None
+) -> int:
+    """Save the state of several ranks, each of which calls this; returns the bytes of all files,
+    on rank 0."""
+    fabric, path, telling = together.fabric, together.path, "tell where a checkpoint is written"
+    shared = {name: tensor for name, tensor in state.tiered.items() if is_shared(tensor)}
+    if fabric.rank > 0:
+        with working(f"saving {path}", None, show_size) as work:
+            together.meet()
+            plan = Plan.unpacked(fabric.told(telling, b""))
+            told = partial(_reporting, work, progress)
+            write_own(together, plan, None, Own(shared, ()), system, told)
+        return 0
+    with _new_checkpoint(path, state, system) as new:
+        plan = plan_of(new.shards, new.made.path.name, f"of-{new.name}")
+        make_files(new.shards, new.made, plan.mark, system)
+        together.meet()
+        fabric.told(telling, plan.packed())
+        told = partial(_reporting, new.work, progress)
+        write_own(together, plan, new.made, Own(shared, new.shards), system, told)
+    return new.total
+
+
+class _New(NamedTuple):
+    """A checkpoint that is being written.
+
+    name   the same in all of its files, and in no other checkpoint
+    total  bytes of all files
+    """
+
+    name: str
+    shards: list[Shard]
+    total: int
+    made: Made
+    work: Work
+
+
+@contextmanager
+def _new_checkpoint(path: Path, state: TrainingState, system: SystemCalls) -> Iterator[_New]:
+    """A context in which the files of `state` are written; at its end they become a checkpoint,
+    and stand at `path`."""
     name = secrets.token_hex(8)
     shards = _shards(state, {"format": "pt", "checkpoint": name})
     total = sum(shard.header.nbytes for shard in shards)
+    with (
+        working(f"saving {path}", total, show_size) as work,
+        replacing(path, system) as made,
+    ):
+        # Also for what is shared: the next step writes other values, and takes room for them then.
+        _check_room(made, path, total, system)
+        yield _New(name, shards, total, made, work)
+        for kind in KINDS:
+            several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
+            if several:
+                index = f"{kind}.safetensors.index.json"
+                _write_json(made, index, index_of(several), system)
+        files = [shard.file for shard in shards]
+        told_state = {"checkpoint": name, "files": files, "state": state.meta}
+        _write_json(made, STATE_FILE, told_state, system)
+
+
+def _reporting(work: Work, progress: Progress | None, total: int) -> ReportBytes:
+    """Who is told of bytes that are written, of `total`."""
     done = 0
 
     def told(nbytes: int) -> None:
@@ -248,46 +366,8 @@ def save(
         if progress is not None:
             progress(done, total)
 
-    system = _system_of(model)
-    if (fabric := fabric_behind(model)) is not None and fabric.rank > 0:
-        for tensor in _shared_tensors(shards):  # rank 0 writes what all ranks read
-            tensor.entry.store.read_all(tensor.entry)
-        _await_saved(fabric, path)
-        return
-    with (
-        told_to_ranks(fabric),
-        working(f"saving {path}", total, show_size) as work,
-        replacing(path, system) as made,
-    ):
-        # Also for what is shared: the next step writes other values, and takes room for them then.
-        _check_room(made, path, total, system)
-        _write(shards, made, told, system)
-        for kind in KINDS:
-            several = [shard for shard in shards if shard.file.startswith(f"{kind}-")]
-            if several:
-                index = f"{kind}.safetensors.index.json"
-                _write_json(made, index, index_of(several), system)
-        files = [shard.file for shard in shards]
-        told_state = {"checkpoint": name, "files": files, "state": state.meta}
-        _write_json(made, STATE_FILE, told_state, system)
-    if fabric is not None:
-        _await_saved(fabric, path)
-    seconds = time.perf_counter() - since
-    logger.info("%s: %s saved in %.1f s", path, show_size(total), seconds)
-
-
-def _shared_tensors(shards: Sequence[Shard]) -> Iterator[TieredTensor]:
-    """The tensors of which ranks hold shares, in the order in which they are written."""
-    for shard in shards:
-        for name in shard.header.rows:
-            tensor = shard.tensors[name]
-            if isinstance(tensor, TieredTensor) and tensor.entry.partition is not None:
-                yield tensor
-
-
-def _await_saved(fabric: Fabric, path: Path) -> None:
-    """Wait until rank 0 has written a checkpoint. raises  RanksDiffer, RankFailed"""
-    fabric.agree("end saving", str(path), text=str(path))
+    work.total = total
+    return told
 
 
 def resume(
@@ -444,22 +524,9 @@ def _shards(state: TrainingState, metadata: Mapping[str, str]) -> list[Shard]:
     for kind in KINDS:
         tensors = of_kind(kind, {**state.tiered, **state.plain})
         if tensors or kind != "optimizer":
-            shards += shards_of(kind, tensors, SHARD_BYTES, metadata)
+            prefix = f"{kind}." if kind in NAMED else ""
+            shards += shards_of(kind, tensors, SHARD_BYTES, metadata, prefix)
     return shards
-
-
-def _write(shards: Sequence[Shard], made: Made, told: ReportBytes, system: SystemCalls) -> None:
-    with ExitStack() as stack:
-        files = []
-        for shard in shards:
-            to = made.path / shard.file
-            with deferred_interrupts():  # one after it was opened would leave it open
-                files.append(NewFile(to, made.fd, shard.first, shard.header, shard.tensors, system))
-                stack.callback(files[-1].close)
-        for file in files:
-            file.reserve()
-        for file in files:
-            file.stream(told)
 
 
 def _check_room(made: Made, path: Path, total: int, system: SystemCalls) -> None:

@@ -241,7 +241,9 @@ def resume_durable(
     if ranks is not None:
         last = found if newest is None else newest.index
         text = "nothing" if last is None else f"step {last.step} in {commit_log.given}"
-        ranks.agree("resume", text, text=text)
+        # Not on the path: each may have its part on a disk of its own.
+        which = None if last is None else (last.step, last.serial)
+        ranks.agree("resume", which, newest is None, text=text)
     if newest is not None:
         return _continue_from(commit_log, newest, model, optimizer, ranks)
     if found is None:

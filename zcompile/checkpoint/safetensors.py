@@ -245,12 +245,21 @@ def _checked(path: Path, rows: Mapping[str, Row], data: int, nbytes: int) -> dic
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to be written. first, header: as `arrange` returns them."""
+    """A file to be written. first, header: as `arrange` returns them.
 
+    prefix  with it, the name of a tensor is the one that it has in the state
+    """
+
+    prefix: str
     file: str
     tensors: Mapping[str, Tensor]
     first: bytes
     header: Header
+
+    @property
+    def content(self) -> tuple[bytes, Header, Mapping[str, Tensor]]:
+        """What is written."""
+        return self.first, self.header, self.tensors
 
 
 class Place(NamedTuple):
@@ -261,10 +270,15 @@ class Place(NamedTuple):
 
 
 def shards_of(
-    kind: str, tensors: Mapping[str, Tensor], most_bytes: int, metadata: Mapping[str, str]
+    kind: str,
+    tensors: Mapping[str, Tensor],
+    most_bytes: int,
+    metadata: Mapping[str, str],
+    prefix: str = "",
 ) -> list[Shard]:
     """Files of at most so many bytes, or of one tensor; at least one file.
 
+    prefix  of each: see `Shard`
     raises  Unsupported
     """
     parts: list[dict[str, Tensor]] = [{}]
@@ -280,7 +294,8 @@ def shards_of(
     for number, part in enumerate(parts, 1):
         facts = {name: (tensor.dtype, tuple(tensor.size())) for name, tensor in part.items()}
         several = f"-{number:05}-of-{len(parts):05}" if len(parts) > 1 else ""
-        shards.append(Shard(f"{kind}{several}.safetensors", part, *arrange(facts, metadata)))
+        file = f"{kind}{several}.safetensors"
+        shards.append(Shard(prefix, file, part, *arrange(facts, metadata)))
     return shards
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from zcompile.checkpoint.file import OpenFile
 from zcompile.checkpoint.safetensors import PAGE_BYTES, Header, Row
 from zcompile.checkpoint.torch_file import TorchFile
 from zcompile.ir.torch_compat import is_lazy, materialised
+from zcompile.ir.types import SMALL_BYTES
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import close_or_warn
@@ -58,8 +59,13 @@ class TensorBytes(ABC):
         `source` must not change before the tickets are done.
         """
 
-    def file_ranges(self) -> Sequence[FileRange]:
-        """Where in files all of it lies, if it does."""
+    @property
+    def own(self) -> tuple[int, int]:
+        """The bytes [begin, end) that `write` keeps; all, unless other ranks keep theirs."""
+        return 0, self.nbytes
+
+    def file_ranges(self, begin: int, end: int) -> Sequence[FileRange]:
+        """Where in files bytes [begin, end) lie, if all of them do."""
         return ()
 
     def finish(self) -> None:
@@ -68,13 +74,15 @@ class TensorBytes(ABC):
 
 
 class _Tiered(TensorBytes):
-    """A tensor that is row-major in its entry."""
+    """A tensor that is row-major in its entry; of one that ranks share, the share of this rank."""
 
     tensor: TieredTensor
 
     def __init__(self, tensor: TieredTensor) -> None:
         super().__init__(tensor)
         self._first = tensor.entry_layout.offset * tensor.dtype.itemsize
+        if (part := tensor.entry.partition) is not None:
+            self.nbytes = part.own_count * tensor.dtype.itemsize
 
     def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
         entry, at = self.tensor.entry, self._first + begin
@@ -87,9 +95,9 @@ class _Tiered(TensorBytes):
         entry = self.tensor.entry
         return [entry.store.put(entry, source, begin=self._first + begin)]
 
-    def file_ranges(self) -> Sequence[FileRange]:
+    def file_ranges(self, begin: int, end: int) -> Sequence[FileRange]:
         entry = self.tensor.entry
-        return entry.store.file_ranges(entry, self._first, self._first + self.nbytes)
+        return entry.store.file_ranges(entry, self._first + begin, self._first + end)
 
     def finish(self) -> None:
         entry = self.tensor.entry
@@ -100,14 +108,21 @@ class _Tiered(TensorBytes):
 
 
 class _Shared(TensorBytes):
-    """A tensor of which several ranks hold shares: each of them reads all of it, and keeps of what
-    it writes what is its own."""
+    """A tensor of which several ranks hold shares: all of them read all of it together, and each
+    keeps of what it writes what is its own."""
 
     tensor: TieredTensor
 
     def __init__(self, tensor: TieredTensor) -> None:
         super().__init__(tensor)
         self._whole: Tensor | None = None
+
+    @property
+    def own(self) -> tuple[int, int]:
+        part = self.tensor.entry.partition
+        assert part is not None, "there are shares"
+        first, last = part.own
+        return first * self.tensor.dtype.itemsize, last * self.tensor.dtype.itemsize
 
     def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
         if self._whole is None:
@@ -118,9 +133,7 @@ class _Shared(TensorBytes):
         return ()
 
     def write(self, begin: int, source: Tensor) -> Sequence[Ticket]:
-        entry, part = self.tensor.entry, self.tensor.entry.partition
-        assert part is not None, "there are shares"
-        first, last = (n * self.tensor.dtype.itemsize for n in part.own)
+        entry, (first, last) = self.tensor.entry, self.own
         low, high = max(first, begin), min(last, begin + source.numel())
         if low >= high:
             return ()
@@ -195,6 +208,19 @@ def bytes_of(tensor: Tensor) -> TensorBytes:
     return _Shared(tensor) if tensor.covers else _Whole(tensor)
 
 
+def is_shared(tensor: Tensor) -> TypeGuard[TieredTensor]:
+    """Whether other ranks hold parts of a tensor, so that all of it is read together."""
+    return isinstance(tensor, TieredTensor) and tensor.entry.partition is not None
+
+
+def share_of(tensor: Tensor) -> TensorBytes | None:
+    """The bytes of this rank's share; None, if they are no range of the tensor's row-major
+    bytes."""
+    if not is_shared(tensor) or not isinstance(bytes_of(tensor), _Shared):
+        return None
+    return _Tiered(tensor)
+
+
 def _copy(target: Tensor, source: Tensor) -> None:
     if target.is_cpu and source.is_cpu:
         copy_bytes(target, source, target.numel())
@@ -232,41 +258,90 @@ def cut(sizes: Sequence[int], block_bytes: int) -> Iterator[list[Piece]]:
         yield pieces
 
 
-class _First:
-    """The header, as a source."""
+class Source(Protocol):
+    """What bytes of a file come from."""
 
-    def __init__(self, content: bytes) -> None:
-        self.nbytes = len(content)
-        self._content = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        """As `TensorBytes.read`."""
+
+    def file_ranges(self, begin: int, end: int) -> Sequence[FileRange]:
+        """As `TensorBytes.file_ranges`."""
+
+
+class Memory:
+    """Bytes in memory, as a source: a header, or what another rank has sent.
+
+    content  uint8 [n] on the host
+    """
+
+    def __init__(self, content: Tensor) -> None:
+        self._content = content
 
     def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
         into.copy_(self._content[begin : begin + into.numel()])
         return ()
 
+    def file_ranges(self, begin: int, end: int) -> Sequence[FileRange]:
+        return ()
+
+
+class Part(NamedTuple):
+    """Bytes [begin, end) of a file: those of `source` from `skip` on.
+
+    name  for people
+    """
+
+    begin: int
+    end: int
+    name: str
+    source: Source
+    skip: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def header_part(first: bytes) -> Part:
+    """The first bytes of a file, as `arrange` made them."""
+    content = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+    return Part(0, len(first), "the header", Memory(content))
+
+
+def parts_of(first: bytes, header: Header, tensors: Mapping[str, Tensor]) -> list[Part]:
+    """All of a file, in order.
+
+    first, header  what `arrange` made of the tensors
+    """
+    rows = [
+        Part(row.begin, row.end, name, bytes_of(tensors[name])) for name, row in header.rows.items()
+    ]
+    return [header_part(first), *rows]
+
 
 class NewFile:
-    """Writes a safetensors file.
+    """Writes a safetensors file, or those pages of one that are for this process.
 
-    folder         descriptor of the directory that it lies in
-    first, header  what `arrange` made of the tensors
-    raises         IOFault
+    folder  descriptor of the directory that it lies in
+    parts   what is written, in the order of the file; where one does not begin at the end of the
+            one before, it begins at a page
+    nbytes  of the whole file
+    made    whether the file is there, because another process writes the rest of it
+    raises  IOFault
     """
 
     def __init__(
         self,
         path: Path,
         folder: int,
-        first: bytes,
-        header: Header,
-        tensors: Mapping[str, Tensor],
+        parts: Sequence[Part],
+        nbytes: int,
         system: SystemCalls,
+        made: bool = False,
     ) -> None:
-        self._header = header
-        self._file = BlockWriter(path, folder, header.nbytes, system)
-        self._names = ("the header", *header.rows)
-        self._sources: list[_First | TensorBytes] = [_First(first)]
+        self._parts, self._nbytes = parts, nbytes
+        self._file = BlockWriter(path, folder, nbytes, system, made)
         try:
-            self._sources += [bytes_of(tensors[name]) for name in header.rows]
             self._shared = self._share()
         except BaseException:
             self.close()
@@ -277,67 +352,63 @@ class NewFile:
 
         raises  IOFault, if there is none
         """
-        self._file.reserve(self._header.nbytes)
+        self._file.reserve(self._nbytes)
 
     def stream(self, told: ReportBytes) -> None:
         """Write all that is not shared, and sync.
 
         raises  IOFault, and what transfers raise
         """
-        told(sum(self._sources[number].nbytes for number in self._shared))
+        told(sum(self._parts[number].nbytes for number in self._shared))
         with ThreadPoolExecutor(1, "zinf-save") as thread:
             writer = _Writer(self._file, thread, told)
-            for begin, run in self._runs():
-                sizes = [self._sources[number].nbytes for number in run]
+            for run in self._runs():
+                sizes = [part.nbytes for part in run]
                 for count, pieces in enumerate(cut(sizes, BLOCK_BYTES)):
-                    self._fill(writer, begin + count * BLOCK_BYTES, run, pieces)
+                    self._fill(writer, run[0].begin + count * BLOCK_BYTES, run, pieces)
             writer.end()
-        self._file.finish(self._header.nbytes)
+        self._file.finish(self._nbytes)
 
     def close(self) -> None:
         self._file.close()
 
-    def _fill(self, writer: "_Writer", begin: int, run: range, pieces: list[Piece]) -> None:
+    def _fill(
+        self, writer: "_Writer", begin: int, run: Sequence[Part], pieces: list[Piece]
+    ) -> None:
         block = writer.block()
         tickets: list[Ticket] = []
         for piece in pieces:
-            into = block[piece.at : piece.at + piece.nbytes]
-            tickets += self._sources[run[piece.source]].read(piece.begin, into)
+            into, part = block[piece.at : piece.at + piece.nbytes], run[piece.source]
+            tickets += part.source.read(part.skip + piece.begin, into)
         used = pieces[-1].at + pieces[-1].nbytes
-        name = self._names[run[pieces[0].source]]
-        writer.put(_Filling(begin, block, used, tickets, name))
+        writer.put(_Filling(begin, block, used, tickets, run[pieces[0].source].name))
 
     def _share(self) -> set[int]:
-        """Share bytes of files with the new one; returns the sources that it has thereby."""
+        """Share bytes of files with the new one; returns the numbers of the parts that it has
+        thereby."""
         shared: set[int] = set()
-        for number, row in enumerate(self._header.rows.values(), 1):
-            source = self._sources[number]
-            if row.begin % PAGE_BYTES or row.nbytes % PAGE_BYTES or not row.nbytes:
-                break  # what comes now begins or ends within a page
-            assert isinstance(source, TensorBytes), "only the header is none"
-            stretches = source.file_ranges()
+        for number, part in enumerate(self._parts):
+            if part.begin % PAGE_BYTES or part.nbytes % PAGE_BYTES or not part.nbytes:
+                continue  # it begins or ends within a page
+            stretches = part.source.file_ranges(part.skip, part.skip + part.nbytes)
             if not stretches:
                 continue
-            if not self._file.share(row.begin, stretches):
+            if not self._file.share(part.begin, stretches):
                 break
             shared.add(number)
         return shared
 
-    def _runs(self) -> Iterator[tuple[int, range]]:
-        """Runs of neighbouring sources to be written, each with the byte at which it begins."""
-        begin, run = 0, range(0)
-        at = 0
-        for number, source in enumerate(self._sources):
-            if number in self._shared:
-                if run:
-                    yield begin, run
-                run = range(0)
-            else:
-                begin = begin if run else at
-                run = range(run.start if run else number, number + 1)
-            at += source.nbytes
+    def _runs(self) -> Iterator[list[Part]]:
+        """Runs of neighbouring parts to be written."""
+        run: list[Part] = []
+        for number, part in enumerate(self._parts):
+            if run and (number in self._shared or part.begin != run[-1].end):
+                yield run
+                run = []
+            if number not in self._shared:
+                run.append(part)
         if run:
-            yield begin, run
+            yield run
 
 
 class _Filling(NamedTuple):
@@ -398,6 +469,8 @@ class _Writer:
         self._told(filling.used)
 
 
+SAMPLE_BYTES = 4096
+"""Of a tensor in a file that ranks compare before each reads its own part."""
 MOST_IN_FLIGHT = 256
 """Most small tensors in flight to the tiers at once."""
 
@@ -429,63 +502,82 @@ class Loader:
                 close_or_warn(file.path, reader.close)
 
     def fill(self, file: OpenFile | TorchFile, name: str, row: Row, target: Tensor) -> None:
-        """Give `target` the value of a tensor of the file, cast as `copy_` casts."""
-        to = bytes_of(target)
+        """Give `target` the value of a tensor of the file, cast as `copy_` casts.
+
+        Of a tensor that ranks share, each reads its own part, and SAMPLE_BYTES at the beginning, by
+        which they see that all have the same file under its name.
+        """
+        to, size = bytes_of(target), target.dtype.itemsize
         fabric = target.entry.store.fabric if isinstance(target, TieredTensor) else None
-        made = hashlib.blake2b()
-        for begin, raw, block in self._read(file, name, row):
-            first = begin * target.dtype.itemsize // row.dtype.itemsize
+        if fabric is not None:
+            fabric.agree("load", name, *self._seen(file, name, row), text=f"the values of {name!r}")
+        first, last = (at // size for at in to.own)
+        for begin, raw, block in self._read(file, name, row, first, last):
             value = _cast(raw, row.dtype, target.dtype)
-            if fabric is not None:
-                made.update(value.numpy().data)
-            self._leaving.append((block, to.write(first, value)))
-        if fabric is not None:  # each rank reads a file by this name, which may not be the same
-            fabric.agree("load", name, made.digest(), text=f"the values of {name!r}")
+            self._leaving.append((block, to.write(begin * size, value)))
         to.finish()
+
+    def _seen(self, file: OpenFile | TorchFile, name: str, row: Row) -> Iterator[object]:
+        """By what ranks see that a tensor is the same for all of them: its place, and values."""
+        yield from (row.dtype, row.size, row.begin)
+        made, few = hashlib.blake2b(), SAMPLE_BYTES // row.dtype.itemsize
+        whole = row.nbytes <= SMALL_BYTES  # which every rank reads anyway
+        count = row.nbytes // row.dtype.itemsize
+        for _, raw, block in self._read(file, name, row, 0, count if whole else few):
+            made.update(raw.numpy().data)
+            self._leaving.append((block, ()))
+        yield made.digest()
 
     def digest(self, file: OpenFile | TorchFile, name: str, row: Row, dtype: torch.dtype) -> bytes:
         """A digest of a tensor of the file, cast to `dtype`: the same for the same bytes alone."""
         made = hashlib.blake2b()
-        for _, raw, block in self._read(file, name, row):
+        for _, raw, block in self._read(file, name, row, 0, row.nbytes // row.dtype.itemsize):
             made.update(_cast(raw, row.dtype, dtype).numpy().data)
             self._leaving.append((block, ()))
         return made.digest()
 
     def _read(
-        self, file: OpenFile | TorchFile, name: str, row: Row
+        self, file: OpenFile | TorchFile, name: str, row: Row, first: int, last: int
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """(first byte in the tensor, its bytes, the block that they lie in), piece by piece."""
+        """Elements [first, last) of a tensor, piece by piece: (first element, the bytes, the block
+        that they lie in)."""
+        size = row.dtype.itemsize
         if isinstance(file, TorchFile):
             if self._held is not None and self._held is not file:
                 self._held.leave()
             self._held = file
-            return self._views(file.tensor(name))
-        if file not in self._files:
-            self._files[file] = BlockReader(file)
-        return self._pieces(self._files[file], name, row)
+            pieces = self._views(file.tensor(name), first * size, last * size)
+        else:
+            if file not in self._files:
+                self._files[file] = BlockReader(file)
+            begin, end = row.begin + first * size, row.begin + last * size
+            pieces = self._pieces(self._files[file], name, row, begin, end)
+        return ((at // size, raw, block) for at, raw, block in pieces)
 
-    def _views(self, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """As `_read`, of a tensor that a file shows in memory."""
+    def _views(
+        self, value: Tensor, first: int, last: int
+    ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Bytes [first, last) of a tensor that a file shows in memory."""
         flat = materialised(value).contiguous().reshape(-1).view(torch.uint8)
-        for begin in range(0, flat.numel(), BLOCK_BYTES):
-            piece = flat[begin : begin + BLOCK_BYTES]
+        for begin in range(first, last, BLOCK_BYTES):
+            piece = flat[begin : min(last, begin + BLOCK_BYTES)]
             most = MOST_IN_FLIGHT if piece.numel() < LEAST_DIRECT_BYTES else BLOCKS
             while len(self._leaving) >= most:
                 self._settle()
             yield begin, piece, None
 
     def _pieces(
-        self, reader: BlockReader, name: str, row: Row
+        self, reader: BlockReader, name: str, row: Row, first: int, last: int
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """As `_read`, of a file of safetensors."""
-        if row.nbytes < LEAST_DIRECT_BYTES:
-            if row.nbytes:
+        """Bytes [first, last) of a file of safetensors, which lie in `row`; told where in it."""
+        if last - first < LEAST_DIRECT_BYTES:
+            if first < last:
                 while len(self._leaving) > MOST_IN_FLIGHT:
                     self._settle()
-                yield 0, reader.read_small(row.begin, row.end, name), None
+                yield first - row.begin, reader.read_small(first, last, name), None
             return
         coming: deque[tuple[int, Future[Tensor], Tensor]] = deque()
-        for begin, end in spans(row):
+        for begin, end in spans(first, last, row.dtype.itemsize):
             if len(coming) == BLOCKS // 2:
                 at, future, block = coming.popleft()
                 yield at - row.begin, future.result(), block
@@ -505,12 +597,12 @@ class Loader:
             self._free.append(block)
 
 
-def spans(row: Row) -> Iterator[tuple[int, int]]:
-    """Ranges of the row's bytes in the file: whole elements that lie within one block of pages."""
-    begin, item = row.begin, row.dtype.itemsize
-    while begin < row.end:
+def spans(begin: int, last: int, item: int) -> Iterator[tuple[int, int]]:
+    """Ranges of bytes [begin, last) of a file: whole elements of `item` bytes that lie within one
+    block of pages."""
+    while begin < last:
         bound = begin // PAGE_BYTES * PAGE_BYTES + BLOCK_BYTES
-        end = min(row.end, begin + (bound - begin) // item * item)
+        end = min(last, begin + (bound - begin) // item * item)
         yield begin, end
         begin = end
 

@@ -108,9 +108,9 @@ class CommitLog:
         another number of ranks. raises  Unsupported, DurableDamaged, DiskUnusable"""
         if self.serial:
             return None
-        found = newest_in(self.given, self.files.home.system)
         own = self.files.index
-        return found if found and (own is None or own.serial < found.index.serial) else None
+        after = -1 if own is None else own.serial
+        return newest_in(self.given, self.files.home.system, after)
 
     def check(self, changing: Iterable[Entry] = ()) -> None:
         """Check before a step that its changes can be committed.
@@ -220,7 +220,7 @@ class CommitLog:
         if fabric is None:
             return None
         shares = frozenset(n for n, (entry, _) in named.items() if entry.partition is not None)
-        return Sharing(fabric.rank, fabric.size, self.training, shares)
+        return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts)
 
     def take_name(self, training: str) -> None:
         """Let the commits of this rank be of `training`, as those of all are."""

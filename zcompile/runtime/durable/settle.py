@@ -13,7 +13,7 @@ import torch
 
 from zcompile.errors import DurableDamaged
 from zcompile.runtime.durable.index import INDEX_NAME, Index, switch_index
-from zcompile.runtime.durable.worlds import Commit, held_in, sharing_of
+from zcompile.runtime.durable.worlds import Commit, Held, held_in, sharing_of
 from zcompile.runtime.io.files import close_or_warn, open_directory
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.ranks.fabric import Fabric
@@ -44,11 +44,24 @@ def settle(path: Path, fabric: Fabric, system: SystemCalls = KERNEL) -> None:
             raise DurableDamaged(
                 path.parent / f"rank-{lacking[0]}-of-{fabric.size}" / INDEX_NAME,
                 f"commit {serial} of this training, which rank {first} has,",
-                f"is missing on rank {lacking[0]}: its directory is gone, or of another training",
+                f"is missing on rank {lacking[0]}: its directory is gone, or of another training"
+                f"{_moved(held, serial, lacking[0], fabric, path)}",
             )
         if held.last is None or held.last[0].serial < serial:
             switch_index(home)
             logger.info("%s: commit %d, which all ranks have prepared, counts", path, serial)
+
+
+def _moved(held: Held, serial: int, rank: int, fabric: Fabric, path: Path) -> str:
+    """For people: on which machine a part lay that a rank lacks, if that rank is on another now."""
+    own = held.numbered(serial)
+    sharing = None if own is None else sharing_of(own[0], path / INDEX_NAME)
+    if sharing is None or not sharing.hosts or sharing.hosts[rank] == fabric.hosts[rank]:
+        return ""
+    return (
+        f"; it lay on {sharing.hosts[rank]}, and the rank is on {fabric.hosts[rank]} now: start it "
+        "there, or bring the directory here"
+    )
 
 
 def _told(commit: Commit | None, path: Path) -> tuple[int, int]:

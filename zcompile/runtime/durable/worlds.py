@@ -59,17 +59,19 @@ class Sharing:
 
     training  the same in the indexes of all ranks, and in none of another training
     shares    names of the tensors of which each rank has a share
+    hosts     the machine of each rank; none in a commit of an older version
     """
 
     rank: int
     ranks: int
     training: str
     shares: frozenset[str]
+    hosts: tuple[str, ...] = ()
 
     def to_meta(self) -> dict[str, object]:
         """For the meta of an index."""
         told = {"rank": self.rank, "ranks": self.ranks, "training": self.training}
-        return {SHARING: {**told, "shares": sorted(self.shares)}}
+        return {SHARING: {**told, "shares": sorted(self.shares), "hosts": [*self.hosts]}}
 
 
 def sharing_of(index: Index, path: Path) -> Sharing | None:
@@ -90,10 +92,14 @@ def sharing_of(index: Index, path: Path) -> Sharing | None:
         and re.fullmatch("[0-9a-f]{1,64}", told["training"])
         and isinstance(told.get("shares"), list)
         and set(map(str, told["shares"])) <= {tensor.name for tensor in index.tensors}
+        and isinstance(hosts := told.get("hosts", []), list)
+        and len(hosts) in (0, told["ranks"])
+        and all(isinstance(host, str) for host in hosts)
     )
     if not sound:
         raise DurableDamaged(path, "the index", "does not say soundly whose share it is of")
-    return Sharing(told["rank"], told["ranks"], told["training"], frozenset(told["shares"]))
+    shares = frozenset(told["shares"])
+    return Sharing(told["rank"], told["ranks"], told["training"], shares, tuple(hosts))
 
 
 @dataclass(frozen=True)
@@ -153,9 +159,11 @@ class World:
         return self.commits[0][0]
 
 
-def newest_in(given: Path, system: SystemCalls) -> World | None:
+def newest_in(given: Path, system: SystemCalls, after: int = -1) -> World | None:
     """The last commit below a directory, of however many ranks; None if there is none.
 
+    after   the number of one of which other ranks are known to have their parts, maybe on other
+            machines: only a later one is looked for
     raises  Unsupported, if parts of it are not here; DurableDamaged, DiskUnusable
     """
     try:
@@ -166,17 +174,34 @@ def newest_in(given: Path, system: SystemCalls) -> World | None:
         raise
     except OSError as error:
         raise unusable_error(given, error) from error
-    if not found:
+    serial, paths, commits = max(found, key=lambda row: row[0], default=(-1, (), ()))
+    if serial <= after:
         return None
-    _, paths, commits = max(found, key=lambda row: row[0])
     if missing := [rank for rank, commit in enumerate(commits) if commit is None]:
+        lay = _where(given, missing, paths, commits)
         raise Unsupported(
             f"the last commit in {given} is of {len(paths)} ranks, and here it lacks the parts of "
             f"ranks {', '.join(map(str, missing))}",
-            f"start {len(paths)} ranks, each where its directory is; or bring {paths[0].name} and "
-            f"the others together in one directory that all ranks see",
+            f"start {len(paths)} ranks, each where its directory is{lay}; or bring {paths[0].name} "
+            "and the others together in one directory that all ranks see; if one of them is lost, "
+            "so is the commit: go on from a checkpoint that zcompile.save wrote, in another "
+            "directory",
         )
     return World(paths, [commit for commit in commits if commit is not None])
+
+
+def _where(
+    given: Path, missing: Sequence[int], paths: Sequence[Path], commits: Sequence[Commit | None]
+) -> str:
+    """For people: on which machines the missing parts lay, as those that are here say."""
+    path, index = next(
+        (path, commit[0]) for path, commit in zip(paths, commits, strict=True) if commit
+    )
+    sharing = sharing_of(index, path / INDEX_NAME)
+    if sharing is None or not sharing.hosts:
+        return ""
+    told = [f"that of rank {rank} lay on {sharing.hosts[rank]}" for rank in missing]
+    return f" ({', '.join(told)}, in {given})"
 
 
 def _worlds_in(

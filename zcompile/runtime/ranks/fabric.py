@@ -18,7 +18,7 @@ import struct
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -246,9 +246,15 @@ class Fabric:
 
     def compare(self, what: str, value: bytes, *detail: object, text: str = "") -> list[bytes]:
         """As `agree`; returns the value of each rank, of `DIGEST_BYTES`."""
+        return [told for told, _ in self.tell(what, value, *detail, text=text)]
+
+    def tell(
+        self, what: str, value: bytes, *detail: object, text: str = ""
+    ) -> list[tuple[bytes, str]]:
+        """As `compare`; returns the text of each rank too, of which some 400 bytes are told."""
         records: list[Record] = []
         self._begin_agreement(what, digest_of(*detail), value, text, records).wait()
-        return [record.value for record in records]
+        return [(record.value, record.text) for record in records]
 
     def begin_agreement(self, what: str, detail: bytes, text: str) -> Promise:
         """As `agree`, and does not wait: who waits for the ticket raises what that raises."""
@@ -274,6 +280,19 @@ class Fabric:
             _check_same(found)
 
         return self._submit("agree", f"agree on {what}", compare, (), RECORD_BYTES)
+
+    def told(self, what: str, content: bytes) -> bytes:
+        """What rank 0 has to tell all: `content` there; that of others does not matter.
+
+        raises  RanksDiffer, RankFailed
+        """
+        own = len(content).to_bytes(DIGEST_BYTES, "little")
+        nbytes = int.from_bytes(self.compare(what, own)[0], "little")
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        if self.rank == 0:
+            memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.spread(memory, what)
+        return memory.numpy().tobytes()
 
     def rows(self, own: Tensor) -> Tensor:
         """A small tensor of each rank: [ranks, n], of its dtype.
@@ -456,6 +475,26 @@ class Fabric:
 
         sent = memory.numel() * (self.size - 1) * (self.rank == 0)
         self._submit("gather", f"spread {name!r}", send, (), sent).wait()
+
+    def deliver(
+        self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
+    ) -> None:
+        """Send bytes to some ranks and receive from some, who do the same; blocks.
+
+        sends, receives  by rank: uint8 [n] on the host, as long on both sides
+        raises           RankFailed
+        """
+
+        def carry() -> None:
+            self._lanes["gather"].messages(what, list(sends.items()), list(receives.items()))
+
+        sent = sum(tensor.numel() for tensor in sends.values())
+        self._submit("gather", what, carry, (), sent).wait()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the machines that ranks run on."""
+        return tuple(self._hosts)
 
     # --- Failures ---
 

@@ -269,6 +269,9 @@ def plan_late_or_not(
     made = []
     for other in tried:
         moving = _moving(step, all_late.forwards, other.placement, room.reach)
+        if other is not plan and len(moving) == len(all_late.forwards):
+            made.append(replace(other, late=all_late.forwards))
+            continue
         late = with_late_step(step, chunk_bytes, moving)
         if late is None or not can_stay(late.step, other.placement.stay, room.held_bytes, kept):
             continue
@@ -428,12 +431,12 @@ def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
 
 
 def _refined(step: StepTrace, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
-    """The fastest plans with more chunks of an optimizer's step in flight.
+    """The fastest plans with more chunks of an optimizer's step in flight, if it moves anything.
 
     Also without a step scratch, into which nothing is handed over.
     """
     for plan in sorted(made, key=lambda plan: plan.seconds)[:BEST]:
-        if plan.arena.window_bytes:
+        if plan.arena.window_bytes and _moves_in_steps(plan):
             scratch = replace(plan.arena.scratch, depth=DEEPER)
             rooms = (scratch, NO_ROOM) if plan.scratch_bytes else (NO_ROOM,)
             for room in rooms:

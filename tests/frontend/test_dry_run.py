@@ -241,9 +241,11 @@ def test_the_capacity_of_a_device_is_explained(traced, terms):
     )
 
 
-@pytest.mark.parametrize(("device", "has"), [(MiB, True), (2 * MiB, False)])
-def test_what_the_optimizer_has_beside_the_arena_is_told(terms, device, has):
-    report = plan.report_of(*within(terms, with_tier(SMALL, "device", device)), prices=False)
+@pytest.mark.parametrize(("layers", "device", "has"), [(2, MiB, True), (1, 2 * MiB, False)])
+def test_what_the_optimizer_has_beside_the_arena_is_told(terms, layers, device, has):
+    report = plan.report_of(
+        *within(terms, with_tier(SMALL, "device", device), layers), prices=False
+    )
     assert bool(report.scratch_bytes) is has
     assert ("the optimizer streams through" in str(report)) is has
 

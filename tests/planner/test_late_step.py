@@ -23,7 +23,7 @@ from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.passes.arrange import ArenaShare, arranged
-from zcompile.planner import late_step
+from zcompile.planner import late_step, step_plan
 from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.placement import Room
@@ -278,6 +278,23 @@ def test_what_is_committed_either_way_is_not_held_against_late_updates():
     saved = plain.seconds - fast.seconds
     _, found = planned(step, costs, room(4 * MiB), commits=4 * gradients / saved)
     assert found.late
+
+
+def test_no_arrangement_with_late_updates_is_tried_twice(monkeypatch):
+    late, make = [], step_plan._planned
+
+    def noted(*given):
+        plan = make(*given)
+        if any(call.schedule.updates_late for call in plan.step.calls):
+            rows = (x for call in plan.step.calls for x in call.schedule.effects)
+            late.append(tuple((x.kind, x.nbytes, x.takes, x.gives_back, x.home) for x in rows))
+        return plan
+
+    monkeypatch.setattr(step_plan, "_planned", noted)
+    costs = Costs(machine(1e9), TransferModes(asynchronous=True))
+    _, best = planned(traced(), costs, room(4 * MiB))
+    assert best.late
+    assert len(set(late)) == len(late) > 1
 
 
 def test_where_nothing_moves_nothing_is_late():

@@ -35,7 +35,7 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.types import HELD, EntryKind, Layout, Phase
 from zcompile.machine.cost import Costs, TransferModes
-from zcompile.planner.simulator import simulate
+from zcompile.planner.simulator import simulate, step_seconds
 
 BLOCK = 4096
 """Of the staging ring."""
@@ -78,6 +78,15 @@ def test_the_first_fetch_of_the_next_step_hides_behind_this_one():
     assert (cold.step_s, warm.step_s) == (8.0, 7.0)
     assert warm.stall_s == 1.0
     assert min(sent for sent, _ in travelled(warm)) < 0
+
+
+def test_what_a_step_leaves_to_write_counts_where_steps_are_compared():
+    """The first step finds nothing on its way home; any other waits for what the one before
+    wrote."""
+    rows = (fetching(0, 0), waiting(0), computing(1, 3), storing(0, 4, 3), freeing())
+    step, costs = step_of(a_call(*rows, phase=Phase.STEP)), Costs(machine())
+    assert first(step).step_s == 2.0
+    assert step_seconds(step, costs) == simulate(step, costs).step_s == 3.0
 
 
 def test_a_fetch_that_is_early_enough_costs_nothing():

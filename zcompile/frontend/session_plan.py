@@ -17,7 +17,7 @@ from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, with_copies
-from zcompile.planner.outlook import COMPARED, Shadow, shadow_prices
+from zcompile.planner.outlook import Shadow, shadow_prices
 from zcompile.planner.placement import Room
 from zcompile.planner.simulator import predicted, step_seconds
 from zcompile.planner.step_plan import (
@@ -173,7 +173,7 @@ def shadows_of(
     session: Session, plan: StepPlan, base: StepTrace, costs: Costs
 ) -> tuple[Shadow, ...]:
     """What one more GiB of device and host would save of a step, under a plan made for `base`."""
-    now_s = step_seconds(plan.step, costs, plan.placement.homes, COMPARED)
+    now_s = step_seconds(plan.step, costs, plan.placement.homes)
     base, plan = as_read(base, plan), replace(plan, reads=NOTHING_NARROW, wholes=NO_WHOLES)
     room, demand = room_of(session, base), demand_here(session, base, costs)
     least = bound(demand, costs.machine.links, room)

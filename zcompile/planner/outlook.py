@@ -39,8 +39,6 @@ MORE_ENTRIES = 4
 """Entries rest whole, so that one more GiB may hold none more: the step is planned again with room
 for so many of the largest, and the price is per GiB of that."""
 
-COMPARED = 1
-"""Walks of a step that is only compared with others. In the first nothing is ahead, for any."""
 LEAST_SHARE = 8
 """A device that activations fill is planned as if 1/LEAST_SHARE of it were left for entries; the
 report says what it lacks."""
@@ -160,7 +158,7 @@ def evaluated(
     beside = terms.machine.tiers["device"] - arena_bytes
 
     def seconds(made: StepTrace, homes: Mapping[EntryRef, str]) -> float:
-        return step_seconds(made, costs, homes, COMPARED)
+        return step_seconds(made, costs, homes)
 
     late = with_late_step(step, chunk_bytes)
     ways = [step if late is None else late.step]
@@ -246,7 +244,7 @@ def one_call_seconds(step: StepTrace, planned: StepPlan, costs: Costs) -> float 
     homes = planned.placement.homes
     made = arranged(once, homes, planned.arena)
     longer = replace(costs, regions={**costs.regions, **regions})
-    return step_seconds(made, longer, homes, COMPARED)
+    return step_seconds(made, longer, homes)
 
 
 def room_of(terms: Terms, beside_bytes: int) -> Room:
@@ -331,7 +329,7 @@ def shadow_prices(
         stay = planned.placement.stay
         homes = place(step, machine, replace(larger, nbytes=beside), demand.phases_s, stay).homes
         made_again = arranged(step, homes, planned.arena)
-        again_s = step_seconds(made_again, costs, homes, COMPARED)
+        again_s = step_seconds(made_again, costs, homes)
         dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds

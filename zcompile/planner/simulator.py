@@ -545,6 +545,10 @@ def _heard_of(
 REPEATS = 3
 """Walks of a step. The first begins with idle links and nothing ahead; by the third a step leaves
 to the next what it was left itself."""
+COMPARED = 2
+"""Walks of a step that is only compared with others. One is too few: what the first leaves to write
+it never waits for, so plans that write much would seem fast. The second takes as long as the third,
+but where links need more than a step to come to rest."""
 
 
 def simulate(
@@ -569,7 +573,7 @@ def step_seconds(
     step: StepTrace,
     costs: Costs,
     homes: Mapping[EntryRef, str] | None = None,
-    repeats: int = REPEATS,
+    repeats: int = COMPARED,
 ) -> float:
     """`step_s` of what `simulate` returns, sooner: for one of many that are compared."""
     walk = SimulatedSteps(step, costs, homes or {}, tells=False)

@@ -76,6 +76,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow  # tests/checkpoint/test_training_state.py keeps it quicker
 @pytest.mark.parametrize(
     "kind",
     ["AdamW", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AMSGrad", "SGD"))],

@@ -117,6 +117,7 @@ def test_its_work_is_what_it_reads_and_writes():
         assert 0 < work.nbytes <= sum(v.numel() * v.element_size() for v in values)
 
 
+@pytest.mark.slow  # tests/frontend/test_fusions.py reads the note
 def test_what_is_refused_is_run_as_it_is_and_noted_once():
     passes = pipeline(Config(device="cpu", regions="inductor"), compiler=lambda nodes: "not today")
     joint = catch(WithLoss(2), ids()).through(*passes)
@@ -126,6 +127,7 @@ def test_what_is_refused_is_run_as_it_is_and_noted_once():
     assert note.text.endswith("run eagerly: not today")
 
 
+@pytest.mark.slow
 def test_dumps_and_schedules_show_what_is_in_one_piece(eager):
     torch._dynamo.reset()
     joint = compiled()

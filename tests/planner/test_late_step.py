@@ -270,6 +270,7 @@ def test_what_a_commit_writes_of_gradients_is_weighed_against_what_late_updates_
     assert len(slow.late) < len(fast.late)
 
 
+@pytest.mark.slow
 def test_what_is_committed_either_way_is_not_held_against_late_updates():
     """Weights and states that rest off the disk are, whether their updates are late or not."""
     costs, step = Costs(machine(1e9), TransferModes(asynchronous=True)), traced()

@@ -80,7 +80,7 @@ def killed(expected, disk, fault, victim, together):
     return step
 
 
-@pytest.mark.parametrize("turn", sampled(range(48), 10, 27))
+@pytest.mark.parametrize("turn", sampled(range(48), 27))
 def test_ranks_that_are_killed_at_any_call_resume_at_one_step(expected, calls, tmp_path, turn):
     number = len(calls) * (2 * turn + 1) // 96
     together = turn % 3 == 0

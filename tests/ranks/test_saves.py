@@ -52,6 +52,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, before, after, tmp_pat
     assert rows == [(saved[0], trained_eagerly())] * after
 
 
+@pytest.mark.slow  # tests/ranks/test_durable.py goes on with more ranks
 def test_one_process_saves_and_several_ranks_go_on(pool, tmp_path):
     saved = first_steps(False, tmp_path / "run")
     rows = pool.run(last_step, 2, str(tmp_path / "run"))

@@ -304,6 +304,7 @@ def losing_a_head(mesh, fields):
     return state, stage
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_gone_before_the_first_plan_is_not_kept(pool):
     state, _ = losing_a_head(None, None)
     assert pool.run(losing_a_head, 2, {**ROOMY, "stage": 2}) == [(state, 2)] * 2
@@ -328,6 +329,7 @@ def losing_room(mesh, fields, tokens):
     return state, told, said
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_room_to_keep_weights_is_lost(pool):
     """Rank 1 has none, warns and keeps none, and the other follows it."""
     fields = {**ROOMY, "device_memory": "1536KiB", "stage": 2}
@@ -484,6 +486,7 @@ def given_what_is_asked_for(mesh, device_memory):
     return said, asked, too_large(mesh, f"{asked}B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_memory", sampled(["560KiB", "640KiB", "800KiB"], "640KiB"))
 def test_what_a_refusal_asks_for_is_enough(pool, device_memory):
     budget = parse_budget(device_memory)

@@ -223,6 +223,7 @@ def test_a_commit_behind_a_forward_that_failed_is_complete(tmp_path, monkeypatch
     assert same(state_of(model, optimizer), expected(adamw, STEPS + 2)[STEPS])
 
 
+@pytest.mark.slow
 def test_who_reads_between_a_commit_and_the_next_forward_changes_nothing_of_it(tmp_path):
     run = Run(tmp_path).train(0, STEPS)
     want = expected(adamw, STEPS + 2)

@@ -251,6 +251,7 @@ def frozen():
     return model
 
 
+@pytest.mark.slow
 def test_a_frozen_weight_has_its_copy_made_once():
     run = pair(make_model=frozen)
     kept = next(e for e in copies(run.model) if e.name.startswith("0.weight"))
@@ -313,6 +314,7 @@ def test_nothing_is_copied_where_weights_rest_on_the_device():
     assert not copies(pair(fields={"device_memory": "64MiB"}).model)
 
 
+@pytest.mark.slow  # tests/runtime/test_narrowing.py
 def test_without_autocast_weights_are_read_as_they_are():
     model = mlp()
     tiered, call = offloaded(mlp())
@@ -352,6 +354,7 @@ def test_a_gradient_reads_as_eagers_between_backward_and_step():
     assert all(map(torch.equal, values(model), values(tiered)))
 
 
+@pytest.mark.slow  # who reads .grad sees it so, above
 def test_a_hook_sees_the_gradient_in_the_dtype_of_its_parameter():
     seen = []
 

@@ -214,6 +214,7 @@ def test_a_model_that_was_not_offloaded_is_tiled_if_asked(tiled: list[object]) -
     assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_sizes_may_be_dynamic(tmp_path: Path, tiled: list[object]) -> None:
     eager = built("plain")
     model = zcompile.offload(built("plain"), disk=tmp_path, **BUDGETS)

@@ -1,6 +1,7 @@
 """A plan in a dry run shares the device between its arena and what graphs hold as a real run
 does."""
 
+import functools
 import json
 from xml.etree import ElementTree
 
@@ -59,6 +60,7 @@ def asked(choice):
     }
 
 
+@functools.cache
 def planned(choice, micro_batches=1):
     torch._dynamo.reset()
     with torch.device("meta"):

@@ -221,6 +221,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.slow  # a new model goes on from one, below
 @pytest.mark.parametrize("build", sampled([gpt2, llama], gpt2))
 def test_checkpoints_are_those_of_the_plain_model_and_the_best_is_loaded(build, tmp_path):
     plain, tiered = pair(build, tmp_path)
@@ -270,6 +271,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before_it(monkeypatch, tmp_path)
     assert_same(straight, tiered)
 
 
+@pytest.mark.slow  # a save of shards is above
 def test_checkpoints_in_shards_need_the_host_memory_of_one_and_are_gone_on_from(
     monkeypatch, tmp_path
 ):

@@ -5,7 +5,7 @@ import torch
 from fusion_models import WithLoss, ids
 from joint import catch
 from sampled import sampled
-from small_models import SMALL_MODELS, UNALIKE, small
+from small_models import SMALL_MODELS, small
 from torch import fx, nn
 
 import zcompile
@@ -54,7 +54,7 @@ def trained(model, run, inputs, steps=4):
     }
 
 
-@pytest.mark.parametrize("name", sampled(SMALL_MODELS, *UNALIKE))
+@pytest.mark.parametrize("name", sampled(SMALL_MODELS, "transformer block", "bf16 autocast"))
 def test_every_model_trains_with_eagers_bits(name, eager):
     torch._dynamo.reset()
     model, inputs = small(name)

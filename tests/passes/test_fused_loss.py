@@ -40,14 +40,11 @@ def caught():
 
 
 FEW = [
-    "sum",
     "ignored class",
     "smoothed none",
     "tied with bias",
     "sliced, two calls",
-    "fairseq",
     "bf16 autocast, smoothed",
-    "bf16, upcast",
 ]
 
 

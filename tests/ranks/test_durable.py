@@ -93,6 +93,7 @@ def once_committed(disk, rank, step) -> Fault:
     return Fault(step - 1, "rename", awaits=(index, f'"step": {step}, '))
 
 
+@pytest.mark.slow  # what is prepared is kept, below
 @pytest.mark.parametrize("victim", sampled([0, 1], 1))
 def test_what_one_rank_has_committed_counts_on_the_one_that_was_killed_before_it_could(
     expected, tmp_path, victim

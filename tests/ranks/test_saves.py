@@ -59,6 +59,7 @@ def test_one_process_saves_and_several_ranks_go_on(pool, tmp_path):
     assert rows == [(saved, trained_eagerly())] * 2
 
 
+@pytest.mark.slow  # fewer ranks go on, above
 def test_several_ranks_save_and_one_process_goes_on(pool, tmp_path):
     (saved, _) = pool.run(first_steps, 2, str(tmp_path / "run"))
     assert last_step(False, tmp_path / "run") == (saved, trained_eagerly())

@@ -414,6 +414,7 @@ def disturbed(mesh):
     return state, sent
 
 
+@pytest.mark.slow
 def test_ranks_that_have_not_the_same_of_a_weight_gather_it_together(pool):
     state, _ = disturbed(None)
     for rank, (other, sent) in enumerate(pool.run(disturbed, 2)):

@@ -134,6 +134,7 @@ def test_after_a_call_that_broke_off_no_gradient_came_and_the_next_is_eagers(mon
     assert same(model, expected())
 
 
+@pytest.mark.slow
 def test_a_gradient_is_measured_for_clipping_where_it_rests():
     model, compiled = offloaded(**ROOM)
     train(model, compiled, adamw(model), clip=True)

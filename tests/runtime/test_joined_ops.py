@@ -420,6 +420,7 @@ def read(optimizer, p):
 SEEN: list[float] = []
 
 
+@pytest.mark.slow  # read_in_the_middle asks, above
 @pytest.mark.parametrize("asks", sampled([zeroed, read], read))
 def test_who_asks_within_a_step_finds_what_it_did_and_no_update_that_waits(monkeypatch, asks):
     """Though the plan wants these updates late."""

@@ -206,6 +206,7 @@ def test_what_a_forward_without_backward_holds_is_left_alone(budget, expected):
     assert same(model, expected)
 
 
+@pytest.mark.slow
 def test_a_step_that_broke_off_leaves_nothing_behind(budget, monkeypatch):
     model, compiled, optimizer = begun(budget, 4)
     session = session_behind(model)

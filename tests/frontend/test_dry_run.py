@@ -133,10 +133,18 @@ def test_tied_weights_are_one_entry(traced):
     assert len(weights) == len(set(weights)) == len(list(on_meta(layers=2).parameters()))
 
 
-def test_the_callers_model_is_left_as_it_was():
-    model = Text()
+@pytest.mark.parametrize(
+    ("make", "inputs"),
+    [
+        (lambda: nn.Linear(8, 8), (torch.ones(4, 8),)),
+        pytest.param(Text, (IDS, IDS), marks=pytest.mark.slow),
+    ],
+    ids=["linear", "text"],
+)
+def test_the_callers_model_is_left_as_it_was(make, inputs):
+    model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    zcompile.plan(model, IDS, IDS, machine=SMALL)
+    zcompile.plan(model, *inputs, machine=SMALL)
     assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

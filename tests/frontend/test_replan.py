@@ -179,6 +179,7 @@ def test_an_eager_gather_that_needs_the_room_gets_it_and_training_goes_on():
     assert same(model, expected())
 
 
+@pytest.mark.slow  # tests/e2e/test_narrow_traffic.py reads such
 def test_gradients_can_be_read_kept_and_added_to_under_a_plan():
     model, compiled, _ = begun(3, device_memory="16MiB")
     plain = gpt()
@@ -311,6 +312,7 @@ def test_a_plan_that_is_as_good_as_another_stays(monkeypatch, caplog):
     assert session_behind(model).controller.plan.arena.window_bytes == windows[0]
 
 
+@pytest.mark.slow  # tests/runtime/test_data_assignment.py, unplanned
 def test_a_write_to_memory_that_a_resting_parameter_was_taken_from_is_told():
     """What compute reads where it rests is asked about as what is fetched is."""
     model, compiled, optimizer = begun(4)

@@ -244,6 +244,7 @@ THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
 """So that all that moves shows: else what rests on the host is updated in place."""
 
 
+@pytest.mark.slow  # of the host, below
 @pytest.mark.parametrize("share", sampled([0.2, 0.5], 0.5))
 def test_what_finds_no_berth_is_predicted_where_it_rests(monkeypatch, share):
     made = crowded(

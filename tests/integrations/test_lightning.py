@@ -197,6 +197,7 @@ def test_a_streamed_checkpoint_goes_on_with_random_numbers(tmp_path):
     assert_same(plain, rest)
 
 
+@pytest.mark.slow  # it goes on from a directory, above
 def test_a_streaming_trainer_resumes_from_a_file_and_validates_a_directory(tmp_path):
     whole, rest = (Lit(on_disk(mlp(), tmp_path)) for _ in range(2))
     fit(whole, tmp_path / "first")

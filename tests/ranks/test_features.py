@@ -181,6 +181,7 @@ def sent(mesh):
     return found
 
 
+@pytest.mark.slow  # tests/ranks/test_stages.py has the formula of both stages
 def test_the_bytes_between_ranks_are_those_of_the_formula(pool):
     """Of each large weight a share goes to every other rank, in forward and in backward (a table is
     read in forward alone); of each gradient every other rank's share, and small ones whole."""

@@ -44,6 +44,7 @@ def last_step(mesh, path):
     return begun, found
 
 
+@pytest.mark.slow  # one process goes on, below; tests/ranks/test_durable.py: 1, 2, 4
 @pytest.mark.parametrize(("before", "after"), sampled_rows([(4, 2), (2, 4)], (4, 2)))
 def test_a_run_goes_on_with_another_number_of_ranks(pool, before, after, tmp_path):
     saved = pool.run(first_steps, before, str(tmp_path / "run"))
@@ -59,7 +60,6 @@ def test_one_process_saves_and_several_ranks_go_on(pool, tmp_path):
     assert rows == [(saved, trained_eagerly())] * 2
 
 
-@pytest.mark.slow  # fewer ranks go on, above
 def test_several_ranks_save_and_one_process_goes_on(pool, tmp_path):
     (saved, _) = pool.run(first_steps, 2, str(tmp_path / "run"))
     assert last_step(False, tmp_path / "run") == (saved, trained_eagerly())

@@ -100,5 +100,6 @@ def test_clipping_does_not_make_the_numbers_depend_on_the_ranks(pool):
     assert found == [found[0] * ranks for ranks in (1, 2, 4)]
 
 
+@pytest.mark.slow  # tests/ranks/test_stages.py clips
 def test_clipping_whose_bound_is_not_reached_changes_no_bit(pool):
     assert pool.run(trained, 2, "adamw", 1e6) == [trained_eagerly("adamw", 1e6)] * 2

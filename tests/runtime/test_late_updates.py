@@ -193,6 +193,7 @@ def test_gradients_that_a_fused_optimizer_unscales_are_updated_late(tmp_path, in
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_gradient_that_waits_to_be_written_is_that_of_what_it_becomes(tmp_path):
     pair = Pair(nesterov, **budget(tmp_path, "throttled")).step(PLANNED)
     pair.forward()
@@ -589,6 +590,7 @@ def test_a_parameter_among_the_inputs_is_updated_before_it_is_read(part):
     zcompile.close(model)
 
 
+@pytest.mark.slow
 def test_the_last_step_is_done_though_its_optimizer_is_gone(own_pair):
     want = values(own_pair.plain)
     own_pair.optimizers = ()

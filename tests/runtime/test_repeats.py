@@ -158,7 +158,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("change", sampled(PLANNED, "frozen", "clipped"))
+@pytest.mark.parametrize("change", sampled(PLANNED, "frozen"))
 def test_a_change_is_seen_where_all_rests_on_the_device(change):
     """As in eager, before, in and after the step in which it happens."""
 

@@ -164,7 +164,13 @@ def given(monkeypatch):
     monkeypatch.setattr(probe, "_pacing_s", lambda device: 1e-5)
 
 
-SLOW = {"gpt of four layers", "activations elsewhere", "gpt with room", "view in two places"}
+SLOW = {
+    "gpt of four layers",
+    "activations elsewhere",
+    "gpt with room",
+    "view in two places",
+    "dropout",
+}
 
 
 @pytest.mark.parametrize("name", sampled(CASES, *(CASES.keys() - SLOW)))

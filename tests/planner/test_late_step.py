@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from dry_runs import SMALL
-from sampled import crossed
+from sampled import crossed, sampled
 from small_models import GPT
 from torch import nn
 
@@ -163,7 +163,7 @@ def arrangements():
             yield step, dict.fromkeys(resident, "device"), window
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", sampled(range(6), 1, 3, 5))
 def test_each_arrangement_is_proven_and_moves_each_operand_once(case):
     step, homes, window = list(arrangements())[case]
     made = arranged(

@@ -123,6 +123,7 @@ def turned(mesh, path, save):
     return same
 
 
+@pytest.mark.slow  # tests/ranks/test_trains.py shares any layout
 def test_blocks_of_any_layout_come_back(pool, tmp_path):
     assert pool.run(turned, 3, str(tmp_path / "dcp"), True) == [True] * 3
     assert pool.run(turned, 2, str(tmp_path / "dcp"), False) == [True] * 2

@@ -129,6 +129,7 @@ def test_planned_ranks_do_what_they_do_without_a_plan(pool, optimizer, clip):
     assert not any("late" in found for _, found in plain)
 
 
+@pytest.mark.slow
 def test_small_gradients_cross_in_one_bucket(pool):
     """Of each backward: 6 large ones by themselves, and those of 10 norms and biases together."""
     (_, found), _ = pool.run(trained, 2, ROOMY)

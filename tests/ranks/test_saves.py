@@ -74,6 +74,7 @@ def loaded(mesh, path):
     return found
 
 
+@pytest.mark.slow  # who saves and who goes on load them, above
 def test_weights_are_loaded_by_all_ranks(pool, tmp_path):
     pool.run(first_steps, 2, str(tmp_path / "run"))
     file = tmp_path / "run" / "model.safetensors"

@@ -361,6 +361,7 @@ def test_tied_and_frozen_weights_and_clipping_have_the_same_bits(pool, ranks, cl
     assert all(told["stage"] == 2 for _, _, told in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", sampled([True, False], True))
 def test_all_ranks_keep_what_rank_0_chooses(pool, chosen):
     """Rank 0 finds that it pays, and rank 1 that it does not; or the other way round."""

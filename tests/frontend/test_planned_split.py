@@ -107,6 +107,7 @@ def test_a_plan_splits_the_device_to_the_byte_as_a_run_does(choice, micro_batche
     assert report.fits
 
 
+@pytest.mark.slow  # tests/frontend/test_dry_run.py plans with room for all
 def test_a_plan_keeps_everything_where_nothing_bounds_the_device():
     torch._dynamo.reset()
     report = zcompile.plan(Loss(), *given(0), machine=MACHINE)

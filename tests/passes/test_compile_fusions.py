@@ -1,5 +1,7 @@
 """Regions that call fusions in one piece: with a compiler whose code is eager's, all is eager's."""
 
+import functools
+
 import pytest
 import torch
 from fusion_models import WithLoss, ids
@@ -68,6 +70,11 @@ def test_every_model_trains_with_eagers_bits(name, eager):
     assert all(weight.isfinite().all() for weight in expected.values())
 
 
+@functools.cache
+def traced():
+    return catch(WithLoss(1), ids())
+
+
 def compiled(extra=0, known=None):
     """The joint graph of a model after all passes."""
     known = [] if known is None else known
@@ -79,7 +86,7 @@ def compiled(extra=0, known=None):
         return known[-1]
 
     passes = pipeline(Config(device="cpu", regions="inductor"), compiler=compiler)
-    return catch(WithLoss(1), ids()).through(*passes)
+    return traced().through(*passes)
 
 
 def test_what_it_takes_beyond_its_results_is_live_for_as_long_as_it_runs():

@@ -411,6 +411,7 @@ def test_parameters_that_share_a_gradient_are_updated_at_once(pair):
     assert pair.step(2).equal()
 
 
+@pytest.mark.slow  # tests/runtime/test_late_narrow.py evaluates
 def test_an_evaluation_computes_with_updated_parameters(pair):
     tokens = ids(77)
     with torch.no_grad():

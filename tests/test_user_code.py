@@ -1,6 +1,8 @@
 """A model that fails by itself: told in a sentence that says what, where and why; its error is the
 cause. What is wrong with us is not blamed on it."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +70,14 @@ def turns(model, x):
     return NoWayBack.apply(x).sum()
 
 
+@functools.cache
+def failure(code):
+    """What is told of a model that fails by that code."""
+    with pytest.raises(UserCodeFailed) as caught:
+        zcompile.plan(Model(code), INPUT, machine=ON)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("code", "kind", "says"),
     [
@@ -86,12 +96,11 @@ def turns(model, x):
     ],
 )
 def test_a_model_that_fails_is_told_in_a_sentence_and_its_error_is_the_cause(code, kind, says):
-    with pytest.raises(UserCodeFailed) as caught:
-        zcompile.plan(Model(code), INPUT, machine=ON)
-    assert says in str(caught.value)
-    assert __file__ in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert isinstance(failure_of(caught.value.__cause__)[0], kind)
+    told = failure(code)
+    assert says in str(told)
+    assert __file__ in str(told)
+    assert "\n" not in str(told)
+    assert isinstance(failure_of(told.__cause__)[0], kind)
 
 
 def test_inputs_that_a_forward_does_not_take_have_no_line_of_the_model():

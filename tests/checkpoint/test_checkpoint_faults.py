@@ -203,6 +203,7 @@ zcompile.save(path, offloaded(mlp(), Border(around), **fields), new=True)
 """
 
 
+@pytest.mark.slow  # tests/checkpoint/test_power_loss.py, at every instant
 @pytest.mark.parametrize(
     "instant", sampled(["writing", "exchanged", "removing", "renamed"], "exchanged")
 )

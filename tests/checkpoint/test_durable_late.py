@@ -144,6 +144,7 @@ def kinds_in(disk) -> set[str]:
     return {tensor.kind for tensor in found.tensors}
 
 
+@pytest.mark.slow  # so do the next and power that is lost
 @pytest.mark.parametrize(("make", "where"), sampled_rows(RUNS, RUNS[2]))
 def test_a_commit_names_the_inputs_of_late_updates_and_resumes_whole(tmp_path, make, where):
     run = Run(tmp_path, make, where=where).train(0, STEPS)
@@ -178,6 +179,7 @@ def test_a_run_goes_on_from_a_commit_with_updates_to_come(tmp_path):
     assert same(state_of(model, optimizer), want[2 * STEPS])
 
 
+@pytest.mark.slow
 def test_what_is_committed_by_hand_after_each_step_lets_updates_be_late(tmp_path):
     """A scheduler changes the learning rate behind the step, and is saved with it."""
     run, plain_model = Run(tmp_path), gpt()
@@ -221,6 +223,7 @@ def test_a_commit_behind_a_forward_that_failed_is_complete(tmp_path, monkeypatch
     assert same(state_of(model, optimizer), expected(adamw, STEPS + 2)[STEPS])
 
 
+@pytest.mark.slow
 def test_who_reads_between_a_commit_and_the_next_forward_changes_nothing_of_it(tmp_path):
     run = Run(tmp_path).train(0, STEPS)
     want = expected(adamw, STEPS + 2)

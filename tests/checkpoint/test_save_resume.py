@@ -73,6 +73,7 @@ def test_every_layout_comes_back_where_it_was(tiered, size, tmp_path):
         assert_equal(value.contiguous(), files[name])
 
 
+@pytest.mark.slow  # the file of the model is read so below
 def test_the_optimizer_is_readable_by_safetensors_alone(tmp_path):
     model = on_disk(GPT(), tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

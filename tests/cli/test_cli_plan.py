@@ -256,6 +256,7 @@ def test_a_model_without_parameters_cannot_be_planned(zinf, models):
     assert "ReLU has no parameters" in err
 
 
+@pytest.mark.slow  # tests/test_docs_commands.py plans one
 def test_a_hugging_face_config_is_a_model(zinf, tmp_path):
     pytest.importorskip("transformers")
     config = {

@@ -256,6 +256,7 @@ def test_what_a_policy_asks_for_is_done(tmp_path):
     assert {(name, action) for name, action in told if name in asked} == set(asked.items())
 
 
+@pytest.mark.slow  # tests/passes/test_memory_curve.py asks for the same text
 def test_what_was_decided_is_told(tmp_path, capsys):
     torch.manual_seed(0)
     model = gpt(FEW)

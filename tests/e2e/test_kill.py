@@ -132,6 +132,7 @@ def kills(ask: Ask, base: Path, expected: list[str], chosen: Sequence[At]) -> Co
     return found
 
 
+@pytest.mark.slow  # tests/checkpoint/test_power_loss.py makes what each kill leaves
 @pytest.mark.parametrize("step", sampled([0, 2], 2))
 def test_a_run_that_is_killed_in_a_step_has_the_old_commit_or_the_new(
     ask, tmp_path, expected, calls, step, record_property
@@ -156,7 +157,7 @@ and syncs its directory."""
     ("step", "after"),
     [
         pytest.param(0, False, marks=pytest.mark.slow),
-        (0, True),
+        pytest.param(0, True, marks=pytest.mark.slow),
         (1, False),
         pytest.param(1, True, marks=pytest.mark.slow),
     ],
@@ -169,6 +170,7 @@ def test_a_run_that_is_killed_at_any_sync_or_rename_of_a_commit_loses_none(
     assert phases == Counter(phase_of(name) for name, _ in COMMIT[step])
 
 
+@pytest.mark.slow
 def test_a_step_has_the_syncs_at_which_it_is_killed(calls):
     for step, made in COMMIT.items():
         wanted = Counter(name for name, _ in made)

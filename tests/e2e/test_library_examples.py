@@ -201,6 +201,7 @@ def test_a_width_that_norms_cannot_divide_earns_a_sentence(
     assert "--width 12 is not a multiple of 8" in refusal(capsys, denoise_unet, "--width", 12)
 
 
+@pytest.mark.slow  # its layers are those of gpt and llama
 def test_a_vit_learns_from_disk_what_it_learns_in_memory() -> None:
     given = ("--layers", 1, "--width", 32, "--batch", 2, "--steps", 3)
     assert called(train_vision, *given) == called(train_vision, *given, "--plain")

@@ -144,6 +144,7 @@ def test_a_model_that_was_let_go_lets_go_of_its_directory(tmp_path):
     assert not list(tmp_path.glob("*.tier"))
 
 
+@pytest.mark.slow  # tests/frontend/test_interrupts.py, in this process
 def test_control_c_stops_between_schedules_and_the_model_goes_on():
     """In a process of its own: interrupt at many moments, then train on and compare with eager."""
     script = """

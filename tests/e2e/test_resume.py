@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from e2e.models import CASES, next_token
+from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -76,6 +77,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow  # tests/checkpoint/test_training_state.py keeps it quicker
 @pytest.mark.parametrize(
     "kind",
     ["AdamW", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AMSGrad", "SGD"))],
@@ -144,7 +146,7 @@ def test_a_durable_directory_is_saved_to_and_resumed_from_as_a_checkpoint_is(tmp
     assert torch.equal(model.weight.detach().cpu(), expected)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, "gpt2", "t5"))
 def test_hugging_face_loads_what_was_saved_and_the_other_way_round(name, tmp_path):
     torch.manual_seed(0)
     model = CASES[name].build()

@@ -1,10 +1,9 @@
 """Models with one thing that is easily got wrong, plainly called and compiled, against eager."""
 
-from itertools import product
-
 import pytest
 import torch
 from pairs import entries, same_training, train
+from sampled import crossed
 from torch import nn, optim
 from torch.nn import utils
 
@@ -104,7 +103,7 @@ def words(model, call):
     return train(call, adamw(model, fused=True), data=data)
 
 
-@pytest.mark.parametrize(("tied", "mode"), [*product([False, True], ["eager", "compiled"])])
+@pytest.mark.parametrize(("tied", "mode"), crossed([False, True], ["eager", "compiled"]))
 def test_embeddings_train_alike(tied, mode, tmp_path):
     _, tiered = same_training(words, tmp_path, mode, lambda: Words(tied))
     assert len(entries(tiered, EntryKind.PARAM)) == (1 if tied else 2)
@@ -120,8 +119,10 @@ def test_weights_may_be_tied_after_offload(mode, tmp_path):
     assert tiered.head.weight is tiered.embed.weight
 
 
-@MODES
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("memory_format", "mode"),
+    crossed([torch.contiguous_format, torch.channels_last], ["eager", "compiled"]),
+)
 def test_buffers_change_and_evaluation_reads_them(memory_format, mode, tmp_path):
     def run(model, call):
         generator = torch.Generator().manual_seed(1)
@@ -161,8 +162,7 @@ class Using(nn.Module):
         return self.use(self.w, x)
 
 
-@MODES
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(("name", "mode"), crossed(USES, ["compiled", "eager"]))
 def test_a_forward_may_use_a_parameter_in_any_way(name, mode, tmp_path):
     def run(model, call):
         x = torch.randn(3, 16)

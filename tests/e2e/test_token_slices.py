@@ -116,6 +116,7 @@ def test_without_slices_such_a_budget_is_refused(monkeypatch):
     assert refused.needed_bytes > 3 * ONE
 
 
+@pytest.mark.slow  # every other model of these tests fits
 def test_what_fits_without_slices_is_not_sliced():
     """As a step is without the pass: the same bits."""
     torch.manual_seed(0)

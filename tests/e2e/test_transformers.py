@@ -54,7 +54,7 @@ def apart(model: nn.Module, other: nn.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", sampled(CASES, "gpt2", "llama"))  # tied weights, and none
+@pytest.mark.parametrize("name", sampled(CASES, "gpt2"))  # a Llama: test_vocabulary.py
 def test_three_steps_from_disk_are_bit_equal_to_eager(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     eager = built(case)

@@ -1,12 +1,12 @@
 """Compiled training is eager training, bit by bit: sizes, modes, graph breaks, reused graphs."""
 
-from itertools import count
+from itertools import count, product
 
 import pytest
 import torch
 from offloaded import twins
-from sampled import crossed
-from small_models import GPT, SMALL_MODELS, Block, Tied, batch_norm, dropout, mlp, small
+from sampled import sampled_rows
+from small_models import GPT, SMALL_MODELS, UNALIKE, Block, Tied, batch_norm, dropout, mlp, small
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -21,7 +21,14 @@ def _forget():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("name", "lead"), crossed(SMALL_MODELS, (8, 0)))
+# The others train in tests/passes, and a GPT in test_replan.py.
+@pytest.mark.parametrize(
+    ("name", "lead"),
+    sampled_rows(
+        product(SMALL_MODELS, (8, 0)),
+        *((name, 8 - 8 * (at % 2)) for at, name in enumerate((*UNALIKE, "batch norm", "dropout"))),
+    ),
+)
 def test_every_small_model_trains_as_in_eager(name, lead):
     model, inputs = small(name)
     pair = twins(model, max_lead=lead)
@@ -41,6 +48,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 32, (batch, length))
 
 
+@pytest.mark.slow  # the next counts stock torch's, too
 def test_sizes_that_vary_cost_at_most_one_recompilation():
     torch.manual_seed(0)
     pair = twins(GPT(1))
@@ -51,7 +59,11 @@ def test_sizes_that_vary_cost_at_most_one_recompilation():
 
 @pytest.mark.parametrize(
     ("model", "dynamic"),
-    [(Tied, None), (Tied, True), (lambda: Mean(nn.Linear(16, 16)), None)],
+    [
+        pytest.param(Tied, None, marks=pytest.mark.slow),
+        (Tied, True),
+        (lambda: Mean(nn.Linear(16, 16)), None),
+    ],
     ids=["tied", "tied, dynamic", "mean"],
 )
 def test_sizes_that_vary_one_by_one_cost_what_they_cost_in_stock_torch(model, dynamic):
@@ -216,6 +228,7 @@ def test_frozen_parameters_get_no_gradient():
     assert pair.model[0].bias.grad is not None
 
 
+@pytest.mark.slow  # tests/e2e/test_activations.py trains one
 def test_activation_checkpoints_of_torch_keep_working():
     from torch.utils.checkpoint import checkpoint
 

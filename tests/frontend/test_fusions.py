@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from fusion_models import MODELS, WithLoss, ids, offloaded, results, seeded
-from sampled import sampled
+from sampled import sampled, sampled_rows
 from torch import nn
 from torch._inductor import config as inductor
 from torch.profiler import profile
@@ -37,11 +37,11 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def train(model, run, optimizer=None, begin=0, end=5):
+def train(model, run, optimizer=None, begin=0, end=5, given=ids):
     optimizer = optimizer or adamw(model)
     losses = []
     for number in range(begin, end):
-        loss = run(ids(number))
+        loss = run(given(number))
         loss.backward()
         losses.append(loss.item())
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -50,20 +50,39 @@ def train(model, run, optimizer=None, begin=0, end=5):
     return losses
 
 
+class Small(nn.Module):
+    """Two runs of ops, of which one has a norm, and its loss: the compiler is asked little."""
+
+    def __init__(self):
+        super().__init__()
+        first = (nn.Linear(32, 32), nn.Tanh(), nn.Sigmoid())
+        self.layers = nn.Sequential(*first, nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU())
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def rows(number=0):
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(number))
+
+
+FUSED = {"small": (Small, rows), **MODELS}
+LEAST = {"small": 1, **dict.fromkeys(MODELS, 5)}
+"""More distinct fusions than so many does a model have."""
+
+
 # --- Whose bits ---
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vision"))]
-)
+@pytest.mark.parametrize("name", sampled(FUSED, "small"))
 def test_bits_are_those_of_torch_compile(name):
     """Convolutions are called with the strides that eager gives them; torch.compile is told to do
     the same."""
-    build, given = MODELS[name]
+    build, given = FUSED[name]
     model, run = offloaded(build)
     ours = results(run, model, given(0))
     found = fusions_of(model)
-    assert found["distinct"] > 5
+    assert found["distinct"] > LEAST[name]
     assert found["refused"] == {}
     torch._dynamo.reset()
     other = seeded(build)
@@ -109,6 +128,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow  # tests/passes/test_compile_fusions.py trains all models, uncompiled
 def test_where_bytes_rest_changes_no_bit(tmp_path):
     found, stats = {}, {}
     for name, fields in PLACES.items():
@@ -138,6 +158,7 @@ def test_where_bytes_rest_changes_no_bit(tmp_path):
         assert all(torch.equal(weights[n], their[n]) for n in weights), name
 
 
+@pytest.mark.slow  # tests/passes/test_find_fusions.py: no random op is a member
 def test_dropout_draws_the_numbers_of_eager():
     """Where a mask drops a logit, its gradient is zero: in the head's bias, say, which is summed
     over tokens, a single other mask would show."""
@@ -174,6 +195,7 @@ def test_a_model_trains_alike_twice():
 # --- What they take ---
 
 
+@pytest.mark.slow  # what each fusion takes is measured below
 def test_a_planned_step_holds_what_was_predicted():
     """With room for all, so that regions are joined, and with little."""
     for fields in ({}, {"device_memory": Bytes(288 * KiB)}):
@@ -201,10 +223,8 @@ def allocated_at_most(call, values):
     return most
 
 
-@pytest.mark.parametrize("amp", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vision"))]
-)
+@pytest.mark.parametrize("amp", sampled([False, True], False))
+@pytest.mark.parametrize("name", sampled(FUSED, "small"))
 def test_what_a_fusion_takes_is_known_to_the_byte(name, amp, monkeypatch):
     seen = []
 
@@ -216,10 +236,10 @@ def test_what_a_fusion_takes_is_known_to_the_byte(name, amp, monkeypatch):
             return fused
 
     monkeypatch.setattr(fusions, "FusionCompiler", Seen)
-    build, given = MODELS[name]
+    build, given = FUSED[name]
     model, run = offloaded(build)
     results(run, model, given(0), amp)
-    assert len(seen) > 5
+    assert len(seen) > LEAST[name]
     for fused, fakes, made in seen:
         values = [torch.empty_strided(f.size(), f.stride(), dtype=f.dtype).zero_() for f in fakes]
         with torch.no_grad():
@@ -250,8 +270,8 @@ def test_what_inductor_refuses_runs_eagerly_with_a_note(monkeypatch, tmp_path, c
         return compile_by_inductor(gm, *rest, **options)
 
     monkeypatch.setattr(fusions, "compile_by_inductor", picky)
-    model, run = offloaded(WithLoss, dump=tmp_path)
-    ours = results(run, model, ids())
+    model, run = offloaded(Small, dump=tmp_path)
+    ours = results(run, model, rows())
     refused = fusions_of(model)["refused"]
     assert refused
     assert set(refused.values()) == {"RuntimeError: no norms today"}
@@ -261,8 +281,8 @@ def test_what_inductor_refuses_runs_eagerly_with_a_note(monkeypatch, tmp_path, c
     (passes,) = tmp_path.rglob("passes.json")
     (row,) = [row for row in json.loads(passes.read_text()) if row["name"] == "compile-fusions"]
     assert any("run eagerly: RuntimeError: no norms today" in note for note in row["notes"])
-    plain = seeded(WithLoss)
-    torch.testing.assert_close(ours.loss, results(plain, plain, ids()).loss)
+    plain = seeded(Small)
+    torch.testing.assert_close(ours.loss, results(plain, plain, rows()).loss)
 
 
 @pytest.mark.parametrize(
@@ -408,10 +428,12 @@ def test_what_is_missing_is_said(monkeypatch):
 # --- Kept beside a run ---
 
 
-def durable(disk):
-    model, run = offloaded(
-        lambda: WithLoss(dropout=0.1), disk=disk, durable=True, host_memory=Bytes(512 * KiB)
-    )
+def dropping():
+    return WithLoss(dropout=0.1)
+
+
+def durable(disk, build=dropping):
+    model, run = offloaded(build, disk=disk, durable=True, host_memory=Bytes(512 * KiB))
     return model, run, adamw(model)
 
 
@@ -419,26 +441,32 @@ def weights_of(model):
     return {name: torch.empty(p.shape).copy_(p.detach()) for name, p in model.named_parameters()}
 
 
-def test_a_resumed_run_computes_with_the_kernels_that_it_began_with(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("build", "given", "least"),
+    sampled_rows([(Small, rows, 1), (dropping, ids, 5)], (Small, rows, 1)),
+)
+def test_a_resumed_run_computes_with_the_kernels_that_it_began_with(
+    build, given, least, tmp_path, monkeypatch
+):
     disk, whole = tmp_path / "disk", tmp_path / "whole"
-    model, run, optimizer = durable(whole)
+    model, run, optimizer = durable(whole, build)
     torch.manual_seed(3)
-    train(model, run, optimizer, 0, 4)
+    train(model, run, optimizer, 0, 4, given)
     expected = weights_of(model)
     zcompile.close(model)
     # Once more, and in two.
-    model, run, optimizer = durable(disk)
+    model, run, optimizer = durable(disk, build)
     torch.manual_seed(3)
-    train(model, run, optimizer, 0, 2)
+    train(model, run, optimizer, 0, 2, given)
     began = fusions_of(model)
     zcompile.close(model)
     monkeypatch.setattr(fusions, "compile_by_inductor", None)
-    model, run, optimizer = durable(disk)
+    model, run, optimizer = durable(disk, build)
     zcompile.resume(disk, model, optimizer)
-    train(model, run, optimizer, 2, 4)
+    train(model, run, optimizer, 2, 4, given)
     found = fusions_of(model)
     assert found["compiled"] == 0
-    assert found["loaded"] == began["compiled"] > 5
+    assert found["loaded"] == began["compiled"] > least
     weights = weights_of(model)
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     zcompile.close(model)

@@ -326,8 +326,9 @@ PACKS = {
 }
 
 
-@MODES
-@pytest.mark.parametrize("how", ["on cpu", "as they are", "copied"])
+@pytest.mark.parametrize(
+    ("how", "mode"), crossed(["on cpu", "as they are", "copied"], ["compiled", "eager"])
+)
 def test_hooks_on_saved_tensors(how, mode, tmp_path):
     """A compiled call saves handles of parameters and gathers them again in backward."""
 

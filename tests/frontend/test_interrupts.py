@@ -133,7 +133,7 @@ OPERATIONS = {
         steps,
     )
 }
-MOST = 24
+MOST = 12
 """Of thousands of bytecodes; all of them where slow tests run."""
 
 
@@ -176,7 +176,7 @@ def compiled(model):
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("most", [MOST // 2, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [MOST, pytest.param(None, marks=pytest.mark.slow)])
 def test_an_interrupt_in_a_compiled_step_loses_nothing(model, compiled, most):
     session = session_behind(model)
 

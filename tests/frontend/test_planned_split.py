@@ -1,6 +1,7 @@
 """A plan in a dry run shares the device between its arena and what graphs hold as a real run
 does."""
 
+import functools
 import json
 from xml.etree import ElementTree
 
@@ -59,6 +60,7 @@ def asked(choice):
     }
 
 
+@functools.cache
 def planned(choice, micro_batches=1):
     torch._dynamo.reset()
     with torch.device("meta"):
@@ -105,6 +107,7 @@ def test_a_plan_splits_the_device_to_the_byte_as_a_run_does(choice, micro_batche
     assert report.fits
 
 
+@pytest.mark.slow  # tests/frontend/test_dry_run.py plans with room for all
 def test_a_plan_keeps_everything_where_nothing_bounds_the_device():
     torch._dynamo.reset()
     report = zcompile.plan(Loss(), *given(0), machine=MACHINE)

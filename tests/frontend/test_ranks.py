@@ -204,7 +204,11 @@ def test_a_plan_says_that_it_is_of_one_rank_of_several():
     assert "rank" not in str(alone)
 
 
-@pytest.mark.parametrize("sweep", [(), ("--sweep", "host=8GiB..9GiB:2")], ids=["one", "sweep"])
+@pytest.mark.parametrize(
+    "sweep",
+    [(), pytest.param(("--sweep", "host=8GiB..9GiB:2"), marks=pytest.mark.slow)],
+    ids=["one", "sweep"],
+)
 def test_zinf_plan_says_that_it_is_of_one_rank(sweep, zinf):
     code, out, _ = zinf(
         "plan",

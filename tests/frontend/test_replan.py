@@ -1,6 +1,7 @@
 """Whole steps under a plan: the same numbers, and nothing moved that need not be."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from planned_runs import (
     same,
     train,
 )
-from sampled import crossed, sampled
+from sampled import sampled, sampled_rows
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -55,7 +56,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize(("run", "share"), crossed(RUNS, ARENAS))
+@pytest.mark.parametrize(
+    ("run", "share"),
+    sampled_rows(
+        product(RUNS, ARENAS), ("disk", "half"), ("throttled, one batch", "a third of the weights")
+    ),
+)
 def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     (where, batches), arena = RUNS[run], ARENAS[share]
     fields: dict[str, object] = {"device_memory": Bytes(arena + held_bytes())}
@@ -69,7 +75,7 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     assert same(model, expected(batches=batches))
 
 
-@pytest.mark.parametrize("how", ["fused", "foreach"])
+@pytest.mark.parametrize("how", sampled(["fused", "foreach"], "fused"))
 def test_with_room_for_everything_nothing_moves_after_the_warm_up(how):
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, **{how: True})
@@ -133,6 +139,7 @@ def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
     assert seen[-len(walked) :] == walked
 
 
+@pytest.mark.slow  # the peak at half is above
 def test_a_plan_in_which_nothing_rests_on_the_device_is_walked_as_planned(monkeypatch):
     """All of the arena is left to stream through, and fetches start as early as that allows."""
     windows = step_plan._windows
@@ -152,6 +159,7 @@ def test_a_plan_in_which_nothing_rests_on_the_device_is_walked_as_planned(monkey
     assert same(model, expected())
 
 
+@pytest.mark.slow  # tests/frontend/test_backend_foresight.py trains so
 def test_without_residency_every_use_fetches():
     model, compiled = offloaded(device_memory="16MiB", residency=False)
     train(model, compiled, adamw(model))
@@ -159,6 +167,7 @@ def test_without_residency_every_use_fetches():
     assert same(model, expected())
 
 
+@pytest.mark.slow  # test_replan_breaks.py has it twice
 def test_an_eager_gather_that_needs_the_room_gets_it_and_training_goes_on():
     model, compiled, optimizer = begun(3, device_memory="16MiB")
     held = model.embed.weight.entry.nbytes
@@ -170,6 +179,7 @@ def test_an_eager_gather_that_needs_the_room_gets_it_and_training_goes_on():
     assert same(model, expected())
 
 
+@pytest.mark.slow  # tests/e2e/test_narrow_traffic.py reads such
 def test_gradients_can_be_read_kept_and_added_to_under_a_plan():
     model, compiled, _ = begun(3, device_memory="16MiB")
     plain = gpt()
@@ -187,6 +197,7 @@ def test_gradients_can_be_read_kept_and_added_to_under_a_plan():
     )
 
 
+@pytest.mark.slow  # tests/checkpoint/test_durable.py resumes a compiled run
 def test_a_checkpoint_of_a_planned_run_resumes_bit_equal(tmp_path):
     model, compiled, optimizer = begun(3, device_memory="16MiB")
     zcompile.save(tmp_path / "at-3", model, optimizer)
@@ -198,6 +209,7 @@ def test_a_checkpoint_of_a_planned_run_resumes_bit_equal(tmp_path):
     assert same(model, expected())
 
 
+@pytest.mark.slow
 def test_states_loaded_later_are_planned_anew():
     model, compiled, optimizer = begun(3, device_memory="16MiB")
     state = optimizer.state_dict()
@@ -300,6 +312,7 @@ def test_a_plan_that_is_as_good_as_another_stays(monkeypatch, caplog):
     assert session_behind(model).controller.plan.arena.window_bytes == windows[0]
 
 
+@pytest.mark.slow  # tests/runtime/test_data_assignment.py, unplanned
 def test_a_write_to_memory_that_a_resting_parameter_was_taken_from_is_told():
     """What compute reads where it rests is asked about as what is fetched is."""
     model, compiled, optimizer = begun(4)

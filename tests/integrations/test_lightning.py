@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pairs import ON_DISK, assert_same, mlp, on_disk
+from sampled import sampled_rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -87,7 +88,11 @@ def checkpoint(directory: Path, epoch: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "compiled"), [("32-true", ""), ("32-true", "wrapped"), ("bf16-mixed", "in place")]
+    ("precision", "compiled"),
+    sampled_rows(
+        [("32-true", ""), ("32-true", "wrapped"), ("bf16-mixed", "in place")],
+        ("bf16-mixed", "in place"),
+    ),
 )
 def test_fit_and_its_checkpoints_are_those_of_a_plain_model(precision, compiled, tmp_path):
     torch._dynamo.reset()
@@ -108,7 +113,7 @@ def test_fit_and_its_checkpoints_are_those_of_a_plain_model(precision, compiled,
         assert same(*(checkpoint(tmp_path / name, epoch) for name in ("plain", "ours")))
 
 
-@pytest.mark.parametrize(("saves", "resumes"), ["oo", "op", "po"])
+@pytest.mark.parametrize(("saves", "resumes"), sampled_rows(["oo", "op", "po"], "oo"))
 def test_a_run_is_resumed_bit_for_bit(saves, resumes, tmp_path):
     """Offloaded (o) and plain (p) models take each other's checkpoints."""
 
@@ -192,6 +197,7 @@ def test_a_streamed_checkpoint_goes_on_with_random_numbers(tmp_path):
     assert_same(plain, rest)
 
 
+@pytest.mark.slow  # it goes on from a directory, above
 def test_a_streaming_trainer_resumes_from_a_file_and_validates_a_directory(tmp_path):
     whole, rest = (Lit(on_disk(mlp(), tmp_path)) for _ in range(2))
     fit(whole, tmp_path / "first")

@@ -15,6 +15,7 @@ from peft import (
     PeftModel,
     get_peft_model,
 )
+from sampled import sampled_rows
 from saved import content
 from small_models import GPT
 from torch import Tensor, nn
@@ -87,7 +88,11 @@ def taken_in(tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize(
     ("make", "adapters_tiered"),
-    [(offloaded_before, False), (offloaded_after, True), (taken_in, True)],
+    sampled_rows(
+        [(offloaded_before, False), (offloaded_after, True), (taken_in, True)],
+        (offloaded_before, False),
+        (offloaded_after, True),
+    ),
 )
 def test_lora_trains_and_is_saved_as_on_a_plain_model(make, adapters_tiered, tmp_path):
     plain, model = adapted(base(), LORA), make(tmp_path)

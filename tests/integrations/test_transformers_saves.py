@@ -160,8 +160,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", SETTINGS.values(), ids=SETTINGS)
-def test_trainer_trains_it_as_it_trains_the_plain_model(options, tmp_path):
+@pytest.mark.parametrize("setting", sampled(SETTINGS, "accumulated, clipped, evaluated"))
+def test_trainer_trains_it_as_it_trains_the_plain_model(setting, tmp_path):
+    options = SETTINGS[setting]
     plain, tiered = pair(gpt2, tmp_path)
     expected, found = (trained(model, tmp_path / "out", **options) for model in (plain, tiered))
     assert log(found) == log(expected)
@@ -220,6 +221,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.slow  # a new model goes on from one, below
 @pytest.mark.parametrize("build", sampled([gpt2, llama], gpt2))
 def test_checkpoints_are_those_of_the_plain_model_and_the_best_is_loaded(build, tmp_path):
     plain, tiered = pair(build, tmp_path)
@@ -269,6 +271,7 @@ def test_a_checkpoint_that_fails_leaves_the_one_before_it(monkeypatch, tmp_path)
     assert_same(straight, tiered)
 
 
+@pytest.mark.slow  # a save of shards is above
 def test_checkpoints_in_shards_need_the_host_memory_of_one_and_are_gone_on_from(
     monkeypatch, tmp_path
 ):

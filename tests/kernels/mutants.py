@@ -54,9 +54,13 @@ MUTANTS: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def mutants(kernel: str) -> list[object]:
+    """As parameters of a test, of which one in three is quick."""
     import pytest
 
-    return [pytest.param(old, new, id=name) for name, (old, new) in MUTANTS[kernel].items()]
+    return [
+        pytest.param(old, new, id=name, marks=pytest.mark.slow if at % 3 else ())
+        for at, (name, (old, new)) in enumerate(MUTANTS[kernel].items())
+    ]
 
 
 def changed(kernel: str, old: str, new: str, folder: Path) -> ModuleType:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from fences import DEVICE, Fenced
 from kernels.mutants import changed, mutants
+from sampled import crossed
 from torch import Tensor, library
 
 from triton_kernels.adamw import reference
@@ -107,8 +108,10 @@ def assert_close(made: Step, wanted: Step) -> None:
         torch.testing.assert_close(found.cpu(), right.cpu(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("narrow", [None, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("grad", "narrow"),
+    crossed([torch.float32, torch.bfloat16, torch.float16], [None, torch.bfloat16, torch.float16]),
+)
 def test_the_kernel_computes_its_formula(grad, narrow):
     given = step(grad=grad, narrow=narrow)
     given.scale = torch.tensor(0.5)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from fences import DEVICE, Fenced
 from kernels.mutants import changed, mutants
+from sampled import crossed
 from torch import Tensor, library
 from torch.nn.functional import cross_entropy
 
@@ -72,8 +73,10 @@ def assert_same_sums(found: list[Tensor], wanted: list[Tensor], with_sum: bool =
             torch.testing.assert_close(x, y, rtol=step, atol=step * most, equal_nan=True)
 
 
-@pytest.mark.parametrize("with_sum", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize(("dtype", "with_sum"), crossed(DTYPES, [True, False]))
 def test_the_kernel_sees_what_its_formula_sees(dtype, with_sum):
     logits, target = drawn(dtype)
     wanted = seen(reference.see_tile_and_sum, logits, target)
@@ -162,9 +165,11 @@ def made_by_formula(logits: Tensor, *others: Tensor | None) -> Tensor:
     return reference.tile_gradient_(logits.clone(), *others)
 
 
-@pytest.mark.parametrize(("picks", "spreads"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_kernel_makes_the_gradient_of_its_formula(dtype, picks, spreads):
+@pytest.mark.parametrize(
+    ("dtype", "made"), crossed(DTYPES, [(True, False), (True, True), (False, True)])
+)
+def test_the_kernel_makes_the_gradient_of_its_formula(dtype, made):
+    picks, spreads = made
     wanted, largest = gradients(made_by_formula, dtype, picks, spreads)
     found, _ = gradients(made_by_kernel(), dtype, picks, spreads)
     torch.testing.assert_close(found, wanted, rtol=STEP[dtype], atol=STEP[dtype] * largest / 64)

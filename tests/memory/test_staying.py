@@ -102,6 +102,7 @@ def test_where_gradients_live_on_none_is_planned_to_stay():
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_the_step_scratch_has_what_those_that_stay_leave_of_the_room():
     """One that stays is on its way for a while as well, and counts once."""
     model, *_ = begun(held_bytes() + WEIGHT_BYTES, 4)

@@ -190,6 +190,7 @@ def test_two_optimizers_that_take_turns_within_a_step():
     assert same(model, values(plain))
 
 
+@pytest.mark.slow  # it is read and changed in test_staying.py
 def test_one_that_stays_can_be_copied_zeroed_and_given_away():
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
     loss_of(compiled, many(40)).backward()
@@ -221,6 +222,7 @@ def test_a_hook_that_comes_later_sees_each_gradient_and_it_goes_home():
     assert same(model, plainly_trained())
 
 
+@pytest.mark.slow  # so do those that nobody drops, above
 def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home():
     """A forward without its backward holds what it kept; a call after it is within the budget."""
     budget = 2 * held_bytes() + WEIGHT_BYTES

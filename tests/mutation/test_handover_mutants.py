@@ -9,7 +9,8 @@ from mutation.joined import Starts, entries_of, honest, joined
 from mutation.machine import run
 from mutation.orders import ORDERS
 from mutation.samples import compiled, of_step
-from small_models import SMALL_MODELS
+from sampled import sampled
+from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.handover import Handover, handover, last_writes
@@ -99,7 +100,7 @@ def check(pair: Pair, most: int) -> tuple[int, int]:
     return refused, accepted
 
 
-@pytest.mark.parametrize("name", [*SMALL_MODELS, "sgd", "adam"])
+@pytest.mark.parametrize("name", sampled([*SMALL_MODELS, "sgd", "adam"], *UNALIKE, "sgd", "adam"))
 def test_a_sample_of_other_starts_is_refused_or_means_the_same(name):
     for pair in pairs_of(name):
         check(pair, most=6)

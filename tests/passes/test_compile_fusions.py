@@ -1,11 +1,13 @@
 """Regions that call fusions in one piece: with a compiler whose code is eager's, all is eager's."""
 
+import functools
+
 import pytest
 import torch
 from fusion_models import WithLoss, ids
 from joint import catch
 from sampled import sampled
-from small_models import SMALL_MODELS, UNALIKE, small
+from small_models import SMALL_MODELS, small
 from torch import fx, nn
 
 import zcompile
@@ -54,7 +56,7 @@ def trained(model, run, inputs, steps=4):
     }
 
 
-@pytest.mark.parametrize("name", sampled(SMALL_MODELS, *UNALIKE))
+@pytest.mark.parametrize("name", sampled(SMALL_MODELS, "transformer block", "bf16 autocast"))
 def test_every_model_trains_with_eagers_bits(name, eager):
     torch._dynamo.reset()
     model, inputs = small(name)
@@ -68,6 +70,11 @@ def test_every_model_trains_with_eagers_bits(name, eager):
     assert all(weight.isfinite().all() for weight in expected.values())
 
 
+@functools.cache
+def traced():
+    return catch(WithLoss(1), ids())
+
+
 def compiled(extra=0, known=None):
     """The joint graph of a model after all passes."""
     known = [] if known is None else known
@@ -79,7 +86,7 @@ def compiled(extra=0, known=None):
         return known[-1]
 
     passes = pipeline(Config(device="cpu", regions="inductor"), compiler=compiler)
-    return catch(WithLoss(1), ids()).through(*passes)
+    return traced().through(*passes)
 
 
 def test_what_it_takes_beyond_its_results_is_live_for_as_long_as_it_runs():
@@ -117,6 +124,7 @@ def test_its_work_is_what_it_reads_and_writes():
         assert 0 < work.nbytes <= sum(v.numel() * v.element_size() for v in values)
 
 
+@pytest.mark.slow  # tests/frontend/test_fusions.py reads the note
 def test_what_is_refused_is_run_as_it_is_and_noted_once():
     passes = pipeline(Config(device="cpu", regions="inductor"), compiler=lambda nodes: "not today")
     joint = catch(WithLoss(2), ids()).through(*passes)
@@ -126,6 +134,7 @@ def test_what_is_refused_is_run_as_it_is_and_noted_once():
     assert note.text.endswith("run eagerly: not today")
 
 
+@pytest.mark.slow
 def test_dumps_and_schedules_show_what_is_in_one_piece(eager):
     torch._dynamo.reset()
     joint = compiled()

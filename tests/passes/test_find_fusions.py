@@ -86,6 +86,7 @@ def said(graph):
     ]
 
 
+@pytest.mark.slow  # within any budget they are, below
 def test_they_are_the_same_whatever_is_offloaded():
     """Budgets decide what leaves and what comes back, and not what is one kernel."""
     found = []
@@ -188,6 +189,7 @@ def test_what_is_worth_compiling(targets, worth):
     assert is_worth_compiling(nodes) is worth
 
 
+@pytest.mark.slow  # whoever trains with fusions in tests/frontend has some
 def test_models_have_some():
     for build, given in MODELS.values():
         assert len(said(catch(build(), given(0)).through(*FOUND).graph)) > 5

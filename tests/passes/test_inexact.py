@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -101,6 +102,7 @@ def test_a_weight_that_is_only_cut_along_its_results_may_have_other_bits(caplog)
     assert "only where the library computes them alike" in why["0.weight"]
 
 
+@pytest.mark.slow  # weights are named below
 def test_a_loss_in_tiles_names_the_head(caplog):
     x = torch.randn(64, 16, generator=seeded(1))
     told, lines, _ = compared(Head(), x, caplog, device_memory="1MiB", tile_bytes=4 * KiB)

@@ -139,6 +139,7 @@ def test_no_gradient_that_leaves_is_larger_than_may_be_under_way():
     assert all(level.departing >= row.nbytes for row, level in leaving)
 
 
+@pytest.mark.slow  # tests/frontend/test_sizes_of_calls.py trains such a graph
 def test_sizes_may_be_inputs():
     torch.manual_seed(0)
     schedules = compiled(GPT(1), torch.randint(0, 32, (3, 7)), dynamic=True)

@@ -1,12 +1,13 @@
 """Blocks over slices of the batch: which values have one, how stages lie, the same numbers."""
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
 from batch_models import BATCH, BATCH_MODELS, LENGTH, WIDTH, Loss, batch_model
 from joint import Joint, assert_same, catch, results
-from sampled import crossed, sampled
+from sampled import sampled, sampled_rows
 from small_models import GPT
 from torch import Tensor, nn
 
@@ -81,7 +82,15 @@ def assert_close(found: dict, expected: dict, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "slices", "level"), crossed(BATCH_MODELS, (2, 3, LENGTH), (0, 1, 2, 9))
+    ("name", "slices", "level"),
+    sampled_rows(
+        product(BATCH_MODELS, (2, 3, LENGTH), (0, 1, 2, 9)),
+        *(
+            (name, (2, 3, LENGTH)[at % 3], (0, 1, 2, 9)[at % 4])
+            for at, name in enumerate(BATCH_MODELS)
+            if name != "gpt"  # as a vit is
+        ),
+    ),
 )
 def test_slices_keep_the_numbers(name, slices, level, caught):
     joint = caught(name)

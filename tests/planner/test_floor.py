@@ -7,7 +7,7 @@ from bounded_steps import B, F, P, S, links, schedule, training
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planned_runs import begun
-from sampled import sampled
+from sampled import sampled, sampled_rows
 
 import zcompile
 from zcompile.frontend.offload import session_behind
@@ -106,7 +106,11 @@ def test_of_a_run_the_floor_is_below_the_least_and_says_what_it_is_due_to(choice
 
 @pytest.mark.parametrize(
     ("choice", "budget", "added"),
-    [("keep", "16MiB", False), ("keep", 80 * KiB, True), ("recompute", 64 * KiB, True)],
+    sampled_rows(
+        [("keep", "16MiB", False), ("keep", 80 * KiB, True), ("recompute", 64 * KiB, True)],
+        ("keep", "16MiB", False),
+        ("recompute", 64 * KiB, True),
+    ),
 )
 def test_tiles_and_what_is_made_again_are_no_part_of_the_traced_work(choice, budget, added):
     model, _, _ = begun(2, device_memory=Bytes(budget), activations=choice)

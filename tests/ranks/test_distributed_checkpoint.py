@@ -78,6 +78,7 @@ def loaded(mesh, path, by_name=False):
     return begun, found
 
 
+@pytest.mark.slow  # ranks and plain torch read each other's, below
 @pytest.mark.parametrize(("before", "after"), sampled_rows([(2, 4), (4, 1)], (4, 1)))
 def test_other_ranks_go_on_from_what_dcp_wrote(pool, tmp_path, before, after):
     path = str(tmp_path / "dcp")
@@ -122,6 +123,7 @@ def turned(mesh, path, save):
     return same
 
 
+@pytest.mark.slow  # tests/ranks/test_trains.py shares any layout
 def test_blocks_of_any_layout_come_back(pool, tmp_path):
     assert pool.run(turned, 3, str(tmp_path / "dcp"), True) == [True] * 3
     assert pool.run(turned, 2, str(tmp_path / "dcp"), False) == [True] * 2

@@ -121,9 +121,7 @@ DIFFERING = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"), sampled_rows(DIFFERING, *DIFFERING[:2], DIFFERING[4], DIFFERING[6])
-)
+@pytest.mark.parametrize(("name", "says"), sampled_rows(DIFFERING, DIFFERING[1], DIFFERING[4]))
 def test_ranks_that_differ_are_told_so_before_bytes_move(pool, name, says):
     found = pool.run(differing, 4, name)
     assert {kind for kind, _, _ in found} == {RanksDiffer.__name__}
@@ -151,9 +149,7 @@ def offloaded(mesh, name):
 
 @pytest.mark.parametrize(
     "name",
-    sampled(
-        ["another width", "another budget", "another way", "frozen"], "another width", "frozen"
-    ),
+    sampled(["another width", "another budget", "another way", "frozen"], "another width"),
 )
 def test_models_and_settings_that_differ_are_refused(pool, name):
     found = pool.run(offloaded, 2, name)
@@ -200,6 +196,7 @@ def unplanned(mesh):
     return told(mesh, without_a_plan)
 
 
+@pytest.mark.slow  # one that raises in a hook does, above
 def test_a_rank_that_fails_while_it_plans_a_step_ends_the_others_with_its_cause(pool):
     """Which is between two calls, where the others have come to the next already."""
     (kind, text, then), (failed, _, at) = pool.run(unplanned, 2)

@@ -131,7 +131,8 @@ def kept(model, run, optimizer, rank, ranks):
 CASES = ["frozen", "hooked", "scaled", "evaluated", "lengthening", "broken", "kept"]
 
 
-@pytest.mark.parametrize("case", sampled(CASES, "frozen", "hooked", "scaled", "broken", "kept"))
+# Frozen weights train in test_stages.py.
+@pytest.mark.parametrize("case", sampled(CASES, "hooked", "scaled"))
 def test_ranks_do_what_one_process_does(pool, case):
     assert pool.run(run_on, 2, case) == [run_on(None, case)] * 2
 
@@ -180,6 +181,7 @@ def sent(mesh):
     return found
 
 
+@pytest.mark.slow  # tests/ranks/test_stages.py has the formula of both stages
 def test_the_bytes_between_ranks_are_those_of_the_formula(pool):
     """Of each large weight a share goes to every other rank, in forward and in backward (a table is
     read in forward alone); of each gradient every other rank's share, and small ones whole."""
@@ -233,7 +235,7 @@ def filled(mesh):
     return found, [text.partition(" of ")[2].partition(";")[0] for text in told]
 
 
-@pytest.mark.parametrize("opened", ["offload", "init"])
+@pytest.mark.parametrize("opened", sampled(["offload", "init"], "offload"))
 def test_where_values_differ_those_of_rank_0_are_taken(pool, opened):
     torch.manual_seed(10)
     model = Words()
@@ -252,7 +254,7 @@ def test_what_a_parameter_was_before_it_was_filled_is_not_compared(pool):
 # --- Beside DistributedDataParallel and FSDP2 ---
 
 
-@pytest.mark.parametrize("peer", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("peer", sampled(["DDP", "FSDP2"], "DDP"))
 def test_two_ranks_end_with_the_bits_of(pool, peer):
     """One micro-batch of each rank: two of them are summed in the only order that there is."""
     theirs = pool.run(one_batch_each, 2, peer)

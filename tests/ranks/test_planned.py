@@ -99,6 +99,7 @@ def test_late_updates_of_shares_come_before_their_gather(pool, expected, ranks):
     assert all(found["collectives"] == rows[0][1]["collectives"] for _, found in rows)
 
 
+@pytest.mark.slow
 def test_ranks_that_update_other_parameters_late_train_together(pool, expected):
     """What each rank decides for itself changes nothing of what crosses."""
     rows = pool.run(trained_alone_late, 2)
@@ -115,6 +116,7 @@ def trained_alone_late(mesh):
         return trained(mesh, fields, late=mesh.get_local_rank() == 0)
 
 
+@pytest.mark.slow  # their bits are those of one process, above
 @pytest.mark.parametrize(
     ("optimizer", "clip"), sampled_rows([("adamw", 0.05), ("sgd", 0.0)], ("adamw", 0.05))
 )
@@ -127,6 +129,7 @@ def test_planned_ranks_do_what_they_do_without_a_plan(pool, optimizer, clip):
     assert not any("late" in found for _, found in plain)
 
 
+@pytest.mark.slow
 def test_small_gradients_cross_in_one_bucket(pool):
     """Of each backward: 6 large ones by themselves, and those of 10 norms and biases together."""
     (_, found), _ = pool.run(trained, 2, ROOMY)

@@ -79,6 +79,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(pool, before, after, tmp_pat
     assert pool.run(first_digests, 3, str(tmp_path / "run")) == [saved[0]] * 3
 
 
+@pytest.mark.slow  # tests/ranks/test_durable.py goes on with more ranks
 def test_one_process_saves_and_several_ranks_go_on(pool, tmp_path):
     saved = first_steps(False, tmp_path / "run")
     rows = pool.run(last_step, 2, str(tmp_path / "run"))
@@ -103,6 +104,7 @@ def loaded(mesh, path):
     return found
 
 
+@pytest.mark.slow  # who saves and who goes on load them, above
 def test_weights_are_loaded_by_all_ranks(pool, tmp_path):
     pool.run(first_steps, 2, str(tmp_path / "run"))
     file = tmp_path / "run" / "model.safetensors"

@@ -304,6 +304,7 @@ def losing_a_head(mesh, fields):
     return state, stage
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_gone_before_the_first_plan_is_not_kept(pool):
     state, _ = losing_a_head(None, None)
     assert pool.run(losing_a_head, 2, {**ROOMY, "stage": 2}) == [(state, 2)] * 2
@@ -328,6 +329,7 @@ def losing_room(mesh, fields, tokens):
     return state, told, said
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_room_to_keep_weights_is_lost(pool):
     """Rank 1 has none, warns and keeps none, and the other follows it."""
     fields = {**ROOMY, "device_memory": "1536KiB", "stage": 2}
@@ -359,6 +361,7 @@ def test_tied_and_frozen_weights_and_clipping_have_the_same_bits(pool, ranks, cl
     assert all(told["stage"] == 2 for _, _, told in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", sampled([True, False], True))
 def test_all_ranks_keep_what_rank_0_chooses(pool, chosen):
     """Rank 0 finds that it pays, and rank 1 that it does not; or the other way round."""
@@ -412,6 +415,7 @@ def disturbed(mesh):
     return state, sent
 
 
+@pytest.mark.slow
 def test_ranks_that_have_not_the_same_of_a_weight_gather_it_together(pool):
     state, _ = disturbed(None)
     for rank, (other, sent) in enumerate(pool.run(disturbed, 2)):
@@ -484,6 +488,7 @@ def given_what_is_asked_for(mesh, device_memory):
     return said, asked, too_large(mesh, f"{asked}B")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device_memory", sampled(["560KiB", "640KiB", "800KiB"], "640KiB"))
 def test_what_a_refusal_asks_for_is_enough(pool, device_memory):
     budget = parse_budget(device_memory)

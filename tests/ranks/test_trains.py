@@ -29,7 +29,6 @@ def trained(mesh, optimizer="adamw", clip=0.0, fields=None, kinds=None):
     sampled_rows(
         [("adamw", 4), ("adamw", 2), ("adamw", 1), ("adam foreach", 2), ("sgd", 2)],
         ("adamw", 4),
-        ("adam foreach", 2),
     ),
 )
 def test_ranks_end_with_the_bits_of_one_process(pool, ranks, optimizer):
@@ -49,6 +48,7 @@ def test_slow_links_change_no_bit(pool):
     assert pool.run(trained, 2, "sgd", 0.0, fields) == [trained_eagerly("sgd")] * 2
 
 
+@pytest.mark.slow  # tests/ranks/test_stages.py has tied weights
 def test_a_tied_weight_gets_its_gradients_in_the_order_of_autograd(pool):
     kinds = {"tied": True}
     expected = trained_eagerly("adamw", **kinds)
@@ -93,11 +93,13 @@ def test_weights_of_any_size_dtype_and_strides_are_shared(pool):
     assert pool.run(trained_oddly, 4) == [trained_oddly(None)] * 4
 
 
+@pytest.mark.slow  # tests/ranks/test_stages.py clips
 def test_clipping_does_not_make_the_numbers_depend_on_the_ranks(pool):
     found = [pool.run(trained, ranks, "adamw", 0.05) for ranks in (1, 2, 4)]
     assert found[0][0] != trained_eagerly("adamw"), "the bound is in effect"
     assert found == [found[0] * ranks for ranks in (1, 2, 4)]
 
 
+@pytest.mark.slow  # tests/ranks/test_stages.py clips
 def test_clipping_whose_bound_is_not_reached_changes_no_bit(pool):
     assert pool.run(trained, 2, "adamw", 1e6) == [trained_eagerly("adamw", 1e6)] * 2

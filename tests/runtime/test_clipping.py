@@ -77,8 +77,7 @@ def test_every_optimizer_sees_clipped_gradients(make, tmp_path):
     same_training(clipped(HOW["default"], make), tmp_path, "compiled")
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize(("mode", "to_none"), crossed(["eager", "compiled"], [True, False]))
 def test_accumulated_gradients_are_measured_as_they_are(mode, to_none, tmp_path):
     same_training(clipped(HOW["default"], micro=3, to_none=to_none), tmp_path, mode)
 

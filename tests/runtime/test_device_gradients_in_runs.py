@@ -55,6 +55,7 @@ def test_with_a_berth_for_each_none_comes_by_itself(came_one_by_one):
     assert same(model, expected())
 
 
+@pytest.mark.slow
 def test_products_are_made_in_their_berths_and_only_the_rest_is_copied(monkeypatch):
     model, compiled, optimizer = begun(4, **ROOM)
     copied, copy = [], on_device.copy_dense
@@ -71,6 +72,7 @@ def test_products_are_made_in_their_berths_and_only_the_rest_is_copied(monkeypat
     assert same(model, expected())
 
 
+@pytest.mark.slow  # tests/frontend/test_replan.py, of all entries
 def test_what_is_made_in_its_berth_counts_as_it_is_predicted():
     model, compiled, optimizer = begun(4, **ROOM)
     zcompile.stats(model, reset=True)
@@ -100,6 +102,7 @@ def test_a_hook_on_one_parameter_lets_all_come_as_they_are_made(came_one_by_one)
     assert same(model, expected())
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_gradient_is_told_when_it_is_there():
     model, compiled, optimizer = begun(4, **ROOM)
     told = []
@@ -131,6 +134,7 @@ def test_after_a_call_that_broke_off_no_gradient_came_and_the_next_is_eagers(mon
     assert same(model, expected())
 
 
+@pytest.mark.slow
 def test_a_gradient_is_measured_for_clipping_where_it_rests():
     model, compiled = offloaded(**ROOM)
     train(model, compiled, adamw(model), clip=True)
@@ -140,6 +144,7 @@ def test_a_gradient_is_measured_for_clipping_where_it_rests():
     assert all(measured)
 
 
+@pytest.mark.slow
 def test_memory_that_calls_borrowed_dies_with_the_arena():
     model, _, _ = begun(4, **ROOM)
     session = session_behind(model)

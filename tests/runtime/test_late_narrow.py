@@ -19,6 +19,7 @@ from planned_runs import (
     same,
     values,
 )
+from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -93,12 +94,24 @@ class Pair:
         )
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        let_all_be_late(patch)
+        made = Pair(tmp_path_factory.mktemp("shared"), host_memory="256KiB").step(PLANNED)
+        yield made
+        zcompile.close(made.model)
+
+
 @pytest.fixture
-def pair(tmp_path):
-    made = Pair(tmp_path, host_memory="256KiB").step(PLANNED + 1)
-    assert made.narrow_rows > 0
-    yield made
-    zcompile.close(made.model)
+def pair(shared):
+    """Some steps into a run in which updates are late. Tests share it, and go on from where the one
+    before ended; they stand together, since what compiles another model makes this one's graph
+    anew."""
+    assert shared.equal(), "the test before this one left the two apart"
+    shared.step(2)  # what was compared is updated
+    assert shared.narrow_rows > 0
+    return shared
 
 
 def test_parameters_with_copies_are_updated_late_and_train_bit_equal(pair):
@@ -108,6 +121,7 @@ def test_parameters_with_copies_are_updated_late_and_train_bit_equal(pair):
     assert pair.equal()
 
 
+@pytest.mark.slow
 def test_the_copy_is_not_made_again_behind_a_late_update(pair, monkeypatch):
     """Which would read the parameter once more."""
     made = []
@@ -131,6 +145,7 @@ def test_whoever_asks_before_finds_parameter_and_copy_updated(pair):
     assert pair.step(2).equal()
 
 
+@pytest.mark.slow  # tests/runtime/test_narrowing.py
 def test_a_parameter_that_is_written_before_the_forward_is_cast_again(pair):
     for model, _ in pair.both:
         with torch.no_grad():
@@ -139,9 +154,10 @@ def test_a_parameter_that_is_written_before_the_forward_is_cast_again(pair):
     assert pair.step(2).equal()
 
 
-def test_a_forward_that_fails_leaves_no_copy_that_is_half_new(pair, monkeypatch):
+@pytest.mark.parametrize("shares", sampled([(0.3, 0.9), (0.05, 0.6)], (0.3, 0.9)))
+def test_a_forward_that_fails_leaves_no_copy_that_is_half_new(pair, monkeypatch, shares):
     plain = _Call._run
-    for share in (0.05, 0.3, 0.6, 0.9):
+    for share in shares:
         pair.step(2)  # what was compared is updated
         done = []
 
@@ -164,6 +180,7 @@ def test_a_forward_that_fails_leaves_no_copy_that_is_half_new(pair, monkeypatch)
         assert pair.step(2).equal(), share
 
 
+@pytest.mark.slow  # tests/checkpoint/test_durable_late.py, of wide ones
 def test_a_durable_run_commits_what_such_updates_need(tmp_path):
     made = Pair(tmp_path, durable=True, host_memory="256KiB").step(PLANNED + 2)
     assert made.narrow_rows > 0

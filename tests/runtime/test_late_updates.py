@@ -151,8 +151,8 @@ def own_pair(tmp_path):
     ("where", "make", "clip"),
     [
         ("disk", adamw, True),
-        ("throttled", amsgrad, False),
-        ("throttled", nesterov, True),
+        pytest.param("throttled", amsgrad, False, marks=pytest.mark.slow),
+        pytest.param("throttled", nesterov, True, marks=pytest.mark.slow),
         pytest.param("throttled", adamw, False, marks=pytest.mark.slow),
         pytest.param("throttled", sgd, True, marks=pytest.mark.slow),
         pytest.param("throttled", adagrad, False, marks=pytest.mark.slow),
@@ -193,6 +193,7 @@ def test_gradients_that_a_fused_optimizer_unscales_are_updated_late(tmp_path, in
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_the_norm_of_a_gradient_that_waits_to_be_written_is_that_of_what_it_becomes(tmp_path):
     pair = Pair(nesterov, **budget(tmp_path, "throttled")).step(PLANNED)
     pair.forward()
@@ -257,6 +258,7 @@ def brought(tmp_path) -> tuple[dict[EntryRef, int], Counter, bool]:
     return moving, bytes_of, late
 
 
+@pytest.mark.slow  # tests/planner/test_late_step.py, of each arrangement
 def test_an_update_brings_its_parameter_once_for_forward_and_step(tmp_path, monkeypatch):
     moving, bytes_of, late = brought(tmp_path)
     assert late
@@ -353,10 +355,15 @@ BETWEEN = [
     states_dropped,
     data_replaced,
 ]
+FIRST = (read_states, changed, state_dict_saved, set_anew, counts_changed, data_replaced)
+"""Of each kind one: who reads and who writes parameters, states and options."""
 
 
-def test_whoever_asks_before_the_next_forward_finds_the_update_done(pair):
-    for between in BETWEEN:
+@pytest.mark.parametrize(
+    "asking", [FIRST, pytest.param(BETWEEN, marks=pytest.mark.slow)], ids=["first", "all"]
+)
+def test_whoever_asks_before_the_next_forward_finds_the_update_done(pair, asking):
+    for between in asking:
         pair.step(2)  # what was compared is updated
         assert pair.session.late.rows, between.__name__
         found = [between(model, optimizer) for model, optimizer in pair.both]
@@ -365,6 +372,7 @@ def test_whoever_asks_before_the_next_forward_finds_the_update_done(pair):
         assert pair.equal(), between.__name__
 
 
+@pytest.mark.slow  # clipped ones are, below
 def test_gradients_that_are_used_again_are_as_the_step_left_them(pair):
     """`zero_grad(set_to_none=False)` and a second step on the same gradients."""
     pair.forward()
@@ -403,6 +411,7 @@ def test_parameters_that_share_a_gradient_are_updated_at_once(pair):
     assert pair.step(2).equal()
 
 
+@pytest.mark.slow  # tests/runtime/test_late_narrow.py evaluates
 def test_an_evaluation_computes_with_updated_parameters(pair):
     tokens = ids(77)
     with torch.no_grad():
@@ -411,12 +420,14 @@ def test_an_evaluation_computes_with_updated_parameters(pair):
     assert pair.step(2).equal()
 
 
+@pytest.mark.slow  # whoever reads one finds it updated, above
 def test_an_eager_call_computes_with_updated_parameters(pair):
     tokens = ids(78)
     assert torch.equal(loss_of(pair.plain, tokens), loss_of(pair.model, tokens))
     assert pair.step(2).equal()
 
 
+@pytest.mark.slow  # those in a list do, below
 def test_gradients_that_are_kept_beyond_a_forward_make_room_for_it(pair):
     """They were let go before, in every step that was planned."""
     pair.step()
@@ -492,8 +503,11 @@ def failing_at(monkeypatch, share: float) -> None:
     patched(monkeypatch, run)
 
 
-def test_a_forward_that_fails_has_done_whole_chunks_and_the_others_wait(pair, monkeypatch):
-    for share in (0.0, 0.1, 0.25, 0.4, 0.6, 0.8, 0.99):
+@pytest.mark.parametrize(
+    "shares", sampled([(0.0, 0.4, 0.99), (0.1, 0.25, 0.6, 0.8)], (0.0, 0.4, 0.99))
+)
+def test_a_forward_that_fails_has_done_whole_chunks_and_the_others_wait(pair, monkeypatch, shares):
+    for share in shares:
         pair.step(2)  # what was compared is updated
         before = pair.session.late.rows
         with monkeypatch.context() as patch:
@@ -551,7 +565,11 @@ class Early(nn.Module):
         return self.layers(x + rows.sum(0)).square().mean()
 
 
-@pytest.mark.parametrize("part", [slice(0, 4), slice(None)], ids=["rows", "whole"])
+@pytest.mark.parametrize(
+    "part",
+    [slice(0, 4), pytest.param(slice(None), marks=pytest.mark.slow)],
+    ids=["rows", "whole"],
+)
 def test_a_parameter_among_the_inputs_is_updated_before_it_is_read(part):
     """It is gathered while the forward goes on, which has more than one name for its entry."""
     plain, model = Early(), Early()
@@ -573,6 +591,7 @@ def test_a_parameter_among_the_inputs_is_updated_before_it_is_read(part):
     zcompile.close(model)
 
 
+@pytest.mark.slow
 def test_the_last_step_is_done_though_its_optimizer_is_gone(own_pair):
     want = values(own_pair.plain)
     own_pair.optimizers = ()
@@ -580,6 +599,7 @@ def test_the_last_step_is_done_though_its_optimizer_is_gone(own_pair):
     assert same(own_pair.model, want)
 
 
+@pytest.mark.slow  # tests/checkpoint/test_durable_late.py
 def test_a_checkpoint_has_what_the_step_made(own_pair, tmp_path):
     zcompile.save(tmp_path / "at", own_pair.model, own_pair.optimizers[1])
     model, compiled = offloaded(device_memory="16MiB")
@@ -620,6 +640,7 @@ def test_a_chunk_that_fails_where_its_operands_rest_is_refused_from_then_on(own_
         loss_of(own_pair.compiled, ids(own_pair.number))
 
 
+@pytest.mark.slow
 def test_where_the_others_of_a_call_fail_those_that_wait_wait_on(own_pair, monkeypatch):
     """As small parameters do, which are updated at once."""
     own_pair.forward()
@@ -642,6 +663,7 @@ def test_where_the_others_of_a_call_fail_those_that_wait_wait_on(own_pair, monke
             assert torch.equal(plain.detach(), param.on_host())
 
 
+@pytest.mark.slow
 def test_nothing_waits_where_no_plan_says_so():
     model, compiled = offloaded(device_memory="16MiB")
     train(model, compiled, adamw(model), 0, PLANNED + 1)

@@ -46,7 +46,11 @@ def copies(model):
     return {p.entry.name: list(p.entry.copies) for p in model.parameters()}
 
 
-@pytest.mark.parametrize("fields", [{}, {"max_lead": 0}], ids=["prefetch", "no prefetch"])
+@pytest.mark.parametrize(
+    "fields",
+    [{}, pytest.param({"max_lead": 0}, marks=pytest.mark.slow)],
+    ids=["prefetch", "no prefetch"],
+)
 def test_training_under_autocast_gives_the_same_bits(fields, tmp_path):
     tiered = twins(tmp_path, **fields)
     assert copies(tiered) == {name: [BF16] for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
@@ -107,6 +111,7 @@ def test_a_copy_is_not_used_once_torch_would_show_something_else(tmp_path):
             call(x)
 
 
+@pytest.mark.slow  # tests/e2e/test_narrow_traffic.py
 def test_other_optimizers_keep_the_copies_fresh(tmp_path):
     def run(model, call):
         optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)

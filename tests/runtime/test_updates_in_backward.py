@@ -98,6 +98,7 @@ def test_a_hook_may_clip_the_gradient_of_its_parameter():
     assert same(model, values(plain))
 
 
+@pytest.mark.slow  # tests/runtime/test_late_updates.py
 def test_a_hook_that_reads_what_it_has_stepped_finds_the_update_done():
     sums = {}
 
@@ -142,6 +143,7 @@ def test_a_hook_that_raises_leaves_the_others_as_they_are():
     zcompile.close(model)
 
 
+@pytest.mark.slow
 def test_optimizers_in_hooks_and_behind_backward_take_turns():
     """A second loop on the same model, with one optimizer of all, finds what the hooks left."""
     plain, (model, compiled) = gpt(), planned()

@@ -122,6 +122,7 @@ def test_a_case_that_kills_its_process_is_named_and_the_others_go_on():
     assert rows["last"] == ({"equal": 2}, [])
 
 
+@pytest.mark.slow
 def test_a_case_that_never_ends_is_named_with_where_its_threads_are():
     units = [{"name": name, "table": "ops"} for name in ("hangs", "last")]
     hangs, last = pool.work(units, module="torch_tables.dying", patience_s=5)

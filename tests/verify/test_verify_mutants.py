@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint import captured, least_budget, trained_schedules
 from races import faults, mutants
-from sampled import sampled
+from sampled import crossed, sampled
 from small_models import SMALL_MODELS, UNALIKE, small
 from written import fetch, free, run, schedule, wait
 
@@ -42,8 +42,7 @@ def made_by(name: str, grad: bool = True, budget: int = MiB) -> list[Schedule]:
 REAL = ["mlp", "module called twice", "view in two places", "tied embeddings", "transformer block"]
 
 
-@pytest.mark.parametrize("name", REAL)
-@pytest.mark.parametrize("room", ["tight", "roomy"])
+@pytest.mark.parametrize(("name", "room"), crossed(REAL, ["tight", "roomy"]))
 def test_no_mutant_of_a_real_schedule_goes_through_unseen(name, room, record_property):
     budget = tight(name) if room == "tight" else MiB
     schedules = made_by(name, budget=budget) + made_by(name, grad=False, budget=budget)

@@ -23,7 +23,7 @@ from zcompile.frontend.dry_run import plan
 from zcompile.ir.types import EntryKind, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.files import find
-from zcompile.machine.model import with_tier
+from zcompile.machine.model import Link, with_tier
 from zcompile.planner import bounds, floor
 from zcompile.runtime.device.pages import machine_bytes
 
@@ -61,6 +61,34 @@ def within(terms, machine, layers=1):
     """A step that was traced for the device of `machine`, which bounds all, and the terms."""
     at = replace(terms.on(machine), bounded=True)
     return plan.trace(on_meta(layers=layers), (IDS, IDS), at, "adamw", 2), at
+
+
+class Autocast(nn.Module):
+    """Linear layers under autocast, and the mean of their squares."""
+
+    def __init__(self, width=160, layers=4):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layers(x).float().square().mean()
+
+
+def test_copies_in_the_dtype_of_autocast_are_planned_where_they_pay(terms):
+    links = {name: Link(name, 2e8) for name in ("h2d", "d2h")}
+    slow = replace(with_tier(SMALL, "device", 600 * KiB), links={**LINKS, **links})
+    at = replace(terms.on(slow), bounded=True)
+    traced = plan.trace(on_meta(Autocast), (torch.zeros(16, 160),), at, "adamw", 2)
+    narrow, wide = (
+        plan.report_of(replace(traced, reads=reads), at, prices=True)
+        for reads in (traced.reads, {})
+    )
+    copies = {row.tier: row.copies for row in narrow.tiers}
+    assert sum(copies.values()) > 0
+    assert not any(row.copies for row in wide.tiers)
+    assert narrow.bound_seconds <= narrow.step_seconds < wide.step_seconds
+    assert narrow.bound_seconds <= wide.bound_seconds
 
 
 @pytest.mark.parametrize(("machine", "beside"), [(None, False), ("h200-node", True)])

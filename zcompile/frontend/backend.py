@@ -328,8 +328,7 @@ class _Graph:
         """Tell the session what would read low-precision copies in place of `wide`, once it asks:
         of several ranks on all, or on none."""
         assert self.plan is not None
-        may = session.controller.records and self.config.may_read_copies
-        if may and has_copies_to_read(gm.graph, self.plan):
+        if self.config.may_read_copies and has_copies_to_read(gm.graph, self.plan):
             make = partial(self._reading_copies, gm, told_as, sinks, wide)
             session.may_read_copies(wide.serial, cache(make))
 

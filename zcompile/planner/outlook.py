@@ -19,6 +19,7 @@ from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
 from zcompile.planner.late_step import with_late_step
+from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Room, group, lane_seconds, place
 from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import (
@@ -26,6 +27,7 @@ from zcompile.planner.step_plan import (
     StepPlan,
     as_planned,
     plan_late_or_not,
+    plan_narrow_or_not,
     plan_step,
     plan_whole_or_not,
     plan_with_wholes,
@@ -140,13 +142,19 @@ class Evaluation:
 
 
 def evaluated(
-    step: StepTrace, terms: Terms, beside_bytes: int = 0, chunk_bytes: int = 0, prices: bool = True
+    step: StepTrace,
+    terms: Terms,
+    beside_bytes: int = 0,
+    chunk_bytes: int = 0,
+    prices: bool = True,
+    reading: Reading = NOTHING_NARROW.get,
 ) -> Evaluation:
     """The evaluation of a step.
 
     beside_bytes  of the device, that graphs have live outside its arena
     chunk_bytes   of its optimizer's chunks, if those are to be larger than the device's
     prices        whether to plan again for one more GiB of each tier
+    reading       says what reads low-precision copies of weights in place of a schedule
     raises        BudgetExceeded, if the device has no room for what one region reads
     """
     # What there is: room on the tiers, costs, gradients that stay, the step scratch.
@@ -160,9 +168,11 @@ def evaluated(
     def seconds(made: StepTrace, homes: Mapping[EntryRef, str]) -> float:
         return step_seconds(made, costs, homes)
 
-    late = with_late_step(step, chunk_bytes)
-    ways = [step if late is None else late.step]
     several = terms.machine.ranks > 1
+    narrow = None if several else with_copies(step, reading)
+    read_as = [step] if narrow is None else [step, narrow.step]
+    late = [with_late_step(way, chunk_bytes) for way in read_as]
+    ways = [way if at is None else at.step for way, at in zip(read_as, late, strict=True)]
     if not several and terms.stage != "auto":
         why = "is of several ranks that train one model, and the machine has one"
         raise ConfigInvalid("stage", terms.stage, why)
@@ -192,6 +202,8 @@ def evaluated(
     def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
         return plan(step, kept, windows)
 
+    if narrow is not None:
+        planned = plan_narrow_or_not(step, planned, not_late, reading, room)
     if several and terms.stage == 2:
         wanted = frozenset(row.ref for row in gathered_in(step))
         planned = plan_with_wholes(step, not_late, wanted)

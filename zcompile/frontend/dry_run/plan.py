@@ -7,7 +7,7 @@ a real one is once it was seen. Weights are not needed: a model on `meta` will d
 import types
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,15 @@ from zcompile.frontend.dry_run.session import (
 )
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.ir.memory_curve import Memory
+from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import trees
+from zcompile.ir.types import Phase
 from zcompile.ir.units import TiB
 from zcompile.machine.cost import TransferModes
 from zcompile.machine.files import find
 from zcompile.machine.model import Machine
+from zcompile.planner.narrow_step import NOTHING_NARROW
 from zcompile.planner.outlook import Terms, evaluated
 from zcompile.planner.report import Facts, Report
 from zcompile.runtime.device.cpu import CpuDevice
@@ -77,6 +80,8 @@ class Traced:
     samples, tokens   of one micro-batch; tokens 0: the inputs do not say
     optimizer         its class
     chunk_bytes       least size of a chunk of the optimizer's step, so that there are few enough
+    reads             serial of a schedule of the step -> the one that reads low-precision copies of
+                      weights in its place
     """
 
     step: StepTrace
@@ -89,6 +94,7 @@ class Traced:
     tokens: int
     optimizer: str
     chunk_bytes: int
+    reads: Mapping[int, Schedule] = field(default_factory=lambda: NOTHING_NARROW)
 
 
 def plan(
@@ -134,7 +140,7 @@ def report_of(traced: Traced, terms: Terms, prices: bool = True) -> Report:
         )
     beside = traced.held_bytes if terms.bounded else traced.activation_bytes
     with gc_paused(), working("planning the traced step"):
-        found = evaluated(traced.step, terms, beside, traced.chunk_bytes, prices)
+        found = evaluated(traced.step, terms, beside, traced.chunk_bytes, prices, traced.reads.get)
     facts = Facts(
         traced.parameters,
         traced.activation_bytes,
@@ -244,8 +250,9 @@ def trace(
             made = make(_trained(copied))  # alive until its states are told
             run_step(copied, inputs, made, micro_batches)
         samples, tokens = _counts(example_inputs)
+        step = _settled(_recorded(session, model), session)
         return Traced(
-            _settled(_recorded(session, model), session),
+            step,
             sum(p.numel() for p in model.parameters()),
             session.saved_bytes // micro_batches,
             session.split.held_bytes,
@@ -255,6 +262,7 @@ def trace(
             tokens,
             type(made).__name__,
             nbytes // MOST_CHUNKS,
+            _reading_copies(step, session),
         )
     finally:
         session.close()
@@ -336,6 +344,13 @@ def _settled(step: StepTrace, session: DryRunSession) -> StepTrace:
         for ref, fact in step.facts.items()
     }
     return replace(step, facts=facts)
+
+
+def _reading_copies(step: StepTrace, session: DryRunSession) -> Mapping[int, Schedule]:
+    """What reads low-precision copies of weights in place of the schedules of a step."""
+    serials = {call.schedule.serial for call in step.calls if call.phase is not Phase.STEP}
+    found = ((serial, session.reading_copies(serial)) for serial in serials)
+    return {serial: narrow for serial, narrow in found if narrow is not None}
 
 
 def _counts(inputs: Any) -> tuple[int, int]:

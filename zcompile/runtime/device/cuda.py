@@ -215,8 +215,8 @@ class CudaDevice:
         self._meter.moved(direction, target.numel())
         return mark
 
-    def hear_of(self, direction: Direction, mark: Ticket, listener: CopyListener) -> None:
-        self._reapers[direction].submit(partial(self._reap, direction, mark, listener, 0))
+    def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
+        self._reapers[direction].submit(job)
 
     def _reap(
         self, direction: Direction, mark: Ticket, listener: CopyListener, nbytes: int

@@ -245,7 +245,8 @@ def test_a_copy_that_cannot_be_enqueued_fails_alone(store, monkeypatch):
         store.fetch(entry, store.arena.slot(SIZE, SIZE))
 
 
-def test_what_waits_for_room_in_the_backlog_hears_of_copies(store):
+def test_what_waits_for_room_in_the_backlog_hears_of_copies(store, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
     store._backlog.most_bytes = SIZE
     entry = create(store, "w")
     for _ in range(3):
@@ -305,7 +306,7 @@ def test_of_the_same_chain_the_host_hears_when_it_looks(store, monkeypatch):
 
 
 def test_who_is_interrupted_while_asking_may_ask_again(store, monkeypatch):
-    put(store, create(store, "w"))
+    left = put(store, create(store, "w"))
     ask = type(store.device).wait_in_thread
 
     def struck(*given):
@@ -315,6 +316,7 @@ def test_who_is_interrupted_while_asking_may_ask_again(store, monkeypatch):
     monkeypatch.setattr(type(store.device), "wait_in_thread", struck)
     with pytest.raises(KeyboardInterrupt):
         store.drain()
+    assert not left.awaited, "else nobody would wait for it any more"
     store.drain()
     assert store.is_idle()
 

@@ -1,7 +1,8 @@
 """The CUDA device copies on one stream per direction beside compute, with events in between.
 
-Whoever asks for a copy enqueues it, and a reaper thread per direction learns from an event that the
-copy has landed. Nothing here touches CUDA before a `CudaDevice` is made.
+Whoever asks for a copy enqueues it. Of its end, an event tells: a reaper thread per direction waits
+for it and reports (`copy`, `clear`), or whoever was given its mark asks, or has that thread wait
+(`enqueue`, `wait_in_thread`). Nothing here touches CUDA before a `CudaDevice` is made.
 """
 
 import threading

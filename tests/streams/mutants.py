@@ -356,7 +356,7 @@ OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 TransferQueue,
                 "_finished",
-                "free = place.freed and not place.in_flight",
+                "free = started and place.freed and not place.in_flight",
                 "free = False",
             ),
         ),

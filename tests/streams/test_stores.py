@@ -349,7 +349,7 @@ def test_who_hears_that_memory_is_read_no_more_may_give_it_back(store, monkeypat
 
 def test_memory_of_a_put_that_nobody_joins_goes_back_when_it_is_read(store, monkeypatch):
     kept, entry = [], create(store, "w")
-    for joins in (False, True):
+    for joins in (True, False):
         monkeypatch.setattr(store, "will_join", lambda joins=joins: joins)
         memory, alive = beside_the_arena()
         left = store.put(entry, memory, after=[store.device.mark()])

@@ -255,13 +255,13 @@ class TransferQueue:
         """A transfer has ended: note its error, and free the extent if its entry is dead."""
         place = transfer.place
         with self._lock:
-            if transfer in self._in_flight:  # else it was never started
+            if started := transfer in self._in_flight:
                 place.in_flight.remove(transfer)
             if error is not None:
                 place.error = place.error or error
                 if self.closed is None:
                     self.error = self.error or error
-            free = place.freed and not place.in_flight
+            free = started and place.freed and not place.in_flight
         if free:
             place.tier.release(place.extent)
         with self._lock:  # now: who waits for extents waits for what is in flight

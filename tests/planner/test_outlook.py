@@ -44,8 +44,12 @@ def test_the_example_is_planned_as_the_docs_do(capsys):
     assert f"\nzinf {said}\n" in DOCS.read_text()
     assert main([*said.split(), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["gap"] == pytest.approx(1), "one H200 holds it"
+    # It is one of the 8 ranks of that machine: the last gradients cross between them after
+    # backward, which no plan can hide.
+    assert told["gap"] == pytest.approx(1, abs=0.01)
     assert {row["tier"] for row in told["tiers"]} == {"device", "host", "disk"}
+    assert main([*said.split(), "--ranks", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gap"] == pytest.approx(1), "one H200 holds it"
 
 
 @pytest.mark.slow

@@ -241,6 +241,49 @@ def test_beside_the_host_compute_lags_and_transfers_start_early():
     assert (found.step_s, found.stall_s) == (6.0, 0.0)
 
 
+def test_beside_the_host_a_copy_that_waits_holds_up_those_behind_it_on_its_stream():
+    rows = (computing(2, 0), fetching(0, 1, 0), fetching(1, 2, slot=HIGH))
+    step = step_of(a_call(*rows, waiting(2, HIGH), computing(1)))
+    assert travelled(first(step)) == [(2.0, 3.0), (3.0, 4.0)]
+    found = first(step, asynchronous=True)
+    assert travelled(found) == [(2.0, 3.0), (3.0, 4.0)]
+    assert (found.step_s, found.moments[-1].begin_s) == (5.0, 4.0)
+
+
+def test_a_stream_carries_on_before_what_it_carried_has_come():
+    costs = Costs(machine(latency_s=0.5), TransferModes(asynchronous=True))
+    found = first(step_of(a_call(fetching(0, 0), fetching(1, 1, slot=HIGH), waiting(1))), costs)
+    assert travelled(found) == [(0.0, 1.5), (1.0, 2.5)]
+
+
+def test_a_copy_that_waits_for_an_event_holds_up_none_of_the_other_stream():
+    rows = (computing(2, 0), fetching(0, 1, 0), computing(1, 3), storing(1, 4, slot=HIGH))
+    step = step_of(a_call(computing(1), *rows, phase=Phase.STEP))
+    found = first(step, asynchronous=True)
+    assert travelled(found) == [(3.0, 4.0), (0.0, 1.0)]
+
+
+def test_a_copy_that_is_not_enqueued_yet_holds_up_none():
+    """The host has to hear that the sum is formed before it enqueues what reads it."""
+    back = a_call(computing(1, 0), reducing(0, after=(0,)), phase=Phase.BACKWARD)
+    rows = (fetching(0, 0, slot=HIGH, lasting=False), fetching(1, 5, lasting=False))
+    reads = replace(a_call(*rows, phase=Phase.STEP), entries=GRADIENTS)
+    found = first(step_of(back, back, reads), asynchronous=True)
+    late, free = travelled(found)[-2:]
+    assert free[0] < late[0]
+
+
+def test_beside_compute_a_region_that_waits_for_what_is_not_enqueued_stalls():
+    """The host waits until bytes from disk are copied, and compute has nothing to do meanwhile."""
+    region = computing(3)
+    vars(region)["effects"] = region.effects._replace(after=(Ticket(0),))
+    step = step_of(a_call(fetching(0, 0), region), home="disk")
+    found = first(step, asynchronous=True)
+    (ran,) = times(found, Run)
+    assert ran[0] > 0
+    assert found.stall_s == pytest.approx(ran[0])
+
+
 VALUE = Layout((ONE,), (1,), 0, torch.uint8)
 
 

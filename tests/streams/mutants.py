@@ -174,7 +174,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 TransferQueue,
                 "submit",
-                "self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_free)",
+                "self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_heard)",
                 "pass",
             ),
             Edit(TransferQueue, "copy_on_stream", "others.append(ticket)", "pass"),
@@ -317,8 +317,8 @@ OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 TransferQueue,
                 "submit",
-                "blocker.home_mark, blocker.home",
-                "blocker.copies_mark, blocker.home",
+                "blocker.home_mark, blocker.end_heard",
+                "blocker.copies_mark, blocker.end_heard",
             ),
         ),
     ),
@@ -356,7 +356,7 @@ OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 TransferQueue,
                 "_finished",
-                "free = place.freed and not place.in_flight",
+                "free = started and place.freed and not place.in_flight",
                 "free = False",
             ),
         ),

@@ -2,6 +2,8 @@
 step of training has."""
 
 import contextlib
+import gc
+import weakref
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
+from zcompile.runtime.device.cuda import Mark
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.store import Store
+from zcompile.runtime.transfer.queue import Backlog
 
 SIZE = 2 * MiB
 """Of an entry: the host has room for one."""
@@ -113,8 +117,10 @@ def pairs_of(store, use):
     return store.simulation.memory.pairs
 
 
+@pytest.mark.parametrize("over_at_once", [False, True])
 @pytest.mark.parametrize("use", USES)
-def test_accesses_are_ordered(store, use):
+def test_accesses_are_ordered(store, use, over_at_once, monkeypatch):
+    monkeypatch.setattr(Event, "answers", over_at_once)
     assert not pairs_of(store, USES[use])
 
 
@@ -152,17 +158,16 @@ def test_compute_is_on_one_stream(store):
 def test_an_error_of_a_copy_reaches_what_came_after_it_on_the_device(store, monkeypatch):
     bad, other = create(store, "bad"), create(store, "other", "disk")
     store.put(other, torch.ones(SIZE, dtype=torch.uint8)).wait()
-    reap = type(store.device)._reap
-
-    def reap_badly(self, direction, event, listener, nbytes):
-        if listener.name == "bad" and direction == "d2h":
-            listener.landed(RuntimeError("the link broke"))
-        else:
-            reap(self, direction, event, listener, nbytes)
-
-    monkeypatch.setattr(type(store.device), "_reap", reap_badly)
     slot = store.arena.slot(0, SIZE)
     left = store.put(bad, slot, after=[store.device.mark()])
+    wait = Mark.wait
+
+    def wait_badly(mark):
+        if mark is left.mark:
+            raise RuntimeError("the link broke")
+        wait(mark)
+
+    monkeypatch.setattr(Mark, "wait", wait_badly)
     on_entry = store.fetch(bad, store.arena.slot(SIZE, SIZE))
     on_memory = store.fetch(other, slot, after=[left])
     Event.waits.clear()
@@ -175,9 +180,9 @@ def test_an_error_of_a_copy_reaches_what_came_after_it_on_the_device(store, monk
         store.drain()
 
 
-def put_from_compute(store, entry):
+def put_from_compute(store, entry, nbytes=SIZE):
     """From memory that compute made, which is bounded while it is in flight."""
-    made = torch.ones(SIZE, dtype=torch.uint8)
+    made = torch.ones(nbytes, dtype=torch.uint8)
     return store.put(entry, made, after=[store.device.mark()])
 
 
@@ -185,7 +190,7 @@ def test_of_the_end_of_a_copy_the_host_hears_when_others_are_enqueued(store, mon
     entry = create(store, "w")
     first = put(store, entry)
     assert (first.done(), store.is_idle()) == (False, False)
-    monkeypatch.setattr(Event, "query", lambda event: True)
+    monkeypatch.setattr(Event, "answers", True)
     second = put(store, entry)
     assert first.over
     assert second.over
@@ -240,7 +245,8 @@ def test_a_copy_that_cannot_be_enqueued_fails_alone(store, monkeypatch):
         store.fetch(entry, store.arena.slot(SIZE, SIZE))
 
 
-def test_what_waits_for_room_in_the_backlog_hears_of_copies(store):
+def test_what_waits_for_room_in_the_backlog_hears_of_copies(store, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
     store._backlog.most_bytes = SIZE
     entry = create(store, "w")
     for _ in range(3):
@@ -259,7 +265,7 @@ def test_events_are_used_again(store, monkeypatch):
         make(self, *given, **named)
 
     monkeypatch.setattr(Event, "__init__", counted)
-    monkeypatch.setattr(Event, "query", lambda event: True)
+    monkeypatch.setattr(Event, "answers", True)
     entry = create(store, "w")
     for _ in range(3):
         put(store, entry)
@@ -268,3 +274,192 @@ def test_events_are_used_again(store, monkeypatch):
         put(store, entry)
         store.fetch(entry, store.arena.slot(SIZE, SIZE)).join_compute()
     assert len(made) <= before + 2
+
+
+# --- How ends are heard of ---
+
+
+def test_a_long_chain_of_copies_ends(store):
+    # Chunks of one step stream through one slot: a fetch, and a put of what was computed.
+    slot, last = store.arena.slot(0, 64), []
+    entry = store.create("chunk", EntryKind.STATE, 64, tier="host")
+    store.put(entry, slot, after=[store.device.mark()])
+    for _ in range(1000):
+        store.fetch(entry, slot, after=[store.device.mark(), *last]).join_compute()
+        last = [store.put(entry, slot, after=[store.device.mark()])]
+    last[0].wait()
+    store.drain()
+    assert store.is_idle()
+
+
+def test_of_the_same_chain_the_host_hears_when_it_looks(store, monkeypatch):
+    slot, entry = store.arena.slot(0, 64), store.create("w", EntryKind.STATE, 64, tier="host")
+    tickets = [store.put(entry, slot, after=[store.device.mark()])]
+    for _ in range(100):
+        after = [store.device.mark(), tickets[-1]]
+        tickets.append(store.fetch(entry, slot, after=after))
+        tickets.append(store.put(entry, slot, after=[store.device.mark(), tickets[-1]]))
+    assert not any(ticket.over for ticket in tickets)
+    monkeypatch.setattr(Event, "answers", True)
+    assert store.is_idle()
+    assert all(ticket.over for ticket in tickets)
+
+
+def test_who_is_interrupted_while_asking_may_ask_again(store, monkeypatch):
+    left = put(store, create(store, "w"))
+    ask = type(store.device).wait_in_thread
+
+    def struck(*given):
+        monkeypatch.setattr(type(store.device), "wait_in_thread", ask)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(store.device), "wait_in_thread", struck)
+    with pytest.raises(KeyboardInterrupt):
+        store.drain()
+    assert not left.awaited, "else nobody would wait for it any more"
+    store.drain()
+    assert store.is_idle()
+
+
+def beside_the_arena():
+    """Memory as a step's scratch is, and whether it is alive."""
+    memory = torch.ones(SIZE, dtype=torch.uint8)
+    return memory, weakref.ref(memory.untyped_storage())
+
+
+def test_compute_that_joins_a_fetch_has_its_memory(store):
+    entry = create(store, "w")
+    put(store, entry)
+    memory, alive = beside_the_arena()
+    ticket = store.fetch(entry, memory, after=[store.device.mark()])
+    del memory
+    assert alive() is not None
+    ticket.join_compute()
+    assert alive() is None
+
+
+def test_who_hears_that_memory_is_read_no_more_may_give_it_back(store, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
+    memory, alive = beside_the_arena()
+    left = store.put(create(store, "w"), memory, after=[store.device.mark()])
+    del memory
+    left.memory_heard().wait_finished()
+    assert alive() is None
+
+
+def test_memory_of_a_put_that_nobody_joins_goes_back_when_it_is_read(store, monkeypatch):
+    kept, entry = [], create(store, "w")
+    for joins in (True, False):
+        monkeypatch.setattr(store, "will_join", lambda joins=joins: joins)
+        memory, alive = beside_the_arena()
+        left = store.put(entry, memory, after=[store.device.mark()])
+        kept.append((left, alive))
+        del memory
+        assert left.awaited is not joins
+    assert not put(store, entry).awaited, "it lies in a slot, which goes back when it is joined"
+
+
+def test_a_range_of_the_arena_is_free_once_its_copy_is_over(store, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
+    whole = store.arena.budget_bytes
+    left = store.put(create(store, "w"), store.arena.take(whole, "a value")[:SIZE])
+    gc.collect()
+    assert store.arena.reserve(SIZE, 0, "another") is None
+    monkeypatch.setattr(Event, "answers", True)
+    assert store.arena.reserve(SIZE, 0, "another") is not None
+    assert left.over
+
+
+def test_who_waits_for_room_hears_of_what_entered_before_and_came_later(store, monkeypatch):
+    # Another thread has entered, and is about to enqueue its copy, when this one looks and waits.
+    monkeypatch.setattr(store, "will_join", lambda: True)
+    assert not put_from_compute(store, create(store, "w")).awaited
+    store.drain()
+    store._backlog._waiting = 1
+    assert put_from_compute(store, store.create("v", EntryKind.GRAD, 64, tier="host"), 64).awaited
+
+
+def test_who_waits_for_room_says_so_before_it_looks():
+    seen = []
+
+    def hear():
+        seen.append(backlog.is_awaited)
+        backlog.leave(10)
+
+    backlog = Backlog(10, hear)
+    backlog.enter(10)
+    backlog.enter(10)
+    assert seen == [True]
+    assert not backlog.is_awaited
+
+
+ENDS = {
+    "released": lambda store, ticket: ticket.release(),
+    "joined": lambda store, ticket: ticket.join_compute(),
+    "waited for": lambda store, ticket: ticket.wait(),
+    "looked": lambda store, ticket: store.is_idle(),
+    "failed": lambda store, ticket: ticket.fail(RuntimeError("closed")),
+}
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_no_memory_dies_under_a_lock(store, way, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
+    entry = create(store, "w")
+    if fetches := way == "joined":
+        put(store, entry)
+    memory, alive = beside_the_arena()
+    move = store.fetch if fetches else store.put
+    ticket, held = move(entry, memory, after=[store.device.mark()]), []
+    weakref.finalize(alive(), lambda: held.append(store._mover._lock._is_owned()))
+    del memory
+    monkeypatch.setattr(Event, "answers", way == "looked")
+    ENDS[way](store, ticket)
+    assert held == [False]
+
+
+def test_a_copy_is_over_once_all_have_been_told(store, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
+    entry, seen = create(store, "w"), []
+    finished = type(store._mover)._finished
+
+    def look(*given):
+        # The backlog has its room again, and nobody is told yet that it is over.
+        seen.append((store._backlog._now, left.ended, left.over, left.end_heard()._finished))
+        finished(*given)
+
+    store._mover.ends._finished = lambda *given: look(store._mover, *given)
+    left = put_from_compute(store, entry)
+    left.wait()
+    assert seen == [(0, True, False, False)]
+    assert left.over
+    assert left.end_heard()._finished
+
+
+def test_what_comes_after_a_copy_that_has_failed_fails(store, monkeypatch):
+    bad, other = create(store, "bad"), store.create("other", EntryKind.GRAD, 64, tier="host")
+    slot = store.arena.slot(0, 64)
+    store.put(other, slot, after=[store.device.mark()])
+    failed = put(store, bad)
+    failed.fail(RuntimeError("the link broke"))
+    later = store.fetch(other, slot, after=[failed])
+    with pytest.raises(RuntimeError, match="the link broke"):
+        later.join_compute()
+
+
+def test_a_copy_ends_after_what_it_follows_though_its_own_event_says_nothing(store, monkeypatch):
+    bad = create(store, "bad")
+    left = put(store, bad)
+    back = store.fetch(bad, store.arena.slot(SIZE, SIZE))
+    done = Mark.done
+
+    def done_badly(mark):
+        if mark is left.mark:
+            raise RuntimeError("the link broke")
+        return done(mark)
+
+    monkeypatch.setattr(Event, "answers", True)
+    monkeypatch.setattr(Mark, "done", done_badly)
+    store.is_idle()
+    with pytest.raises(RuntimeError, match="the link broke"):
+        back.join_compute()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 from sampled import sampled
+from streams.cuda import Event
 from streams.modes import MODES, WARM, Training, plainly, training
 from streams.mutants import EQUIVALENT, MUTANTS, Edit
 
@@ -38,6 +39,11 @@ def test_accesses_are_ordered_by_streams_events_and_promises(run):
     assert all(map(torch.equal, run.values(), plainly(run.name, run.number)))
 
 
+def test_accesses_are_ordered_where_copies_are_over_at_once(run, monkeypatch):
+    monkeypatch.setattr(Event, "answers", True)
+    assert not pairs_of(run, ())
+
+
 def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):
     # Where a step has room beside the arena, that goes back to the device once, at its end.
     waits = [who for who in run.first_waits if " < leave < " not in who]
@@ -64,7 +70,7 @@ def test_what_copies_hold_that_lag_behind_the_host_is_told(run):
     assert (asked > 0) == (run.name != "all on the device")
     assert beyond <= 0
     if run.name == "offloaded activations":
-        with Edit(OneCopy, "release", "self._drop_memory(None)", "pass").made():
+        with Edit(OneCopy, "release", "self._drop_memory()", "pass").made():
             assert lag_of(run)[1] > 0
 
 

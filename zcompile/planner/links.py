@@ -50,7 +50,8 @@ class SimTransfer:
     blockers     number of events before it may set out
     over_left    pieces whose memory on the device is not yet free or filled
     home_left    pieces that are not yet done
-    after_over   transfers that wait for `over_s`; after_home: for `home_s`
+    after_over   transfers that wait for `over_s`; after_home, after_queued: for `home_s`,
+                 `queued_s`
     """
 
     nbytes: int
@@ -69,6 +70,7 @@ class SimTransfer:
     blockers: int = 1
     over_left: int = 0
     home_left: int = 0
+    after_queued: "list[SimTransfer]" = field(default_factory=list)
     after_over: "list[SimTransfer]" = field(default_factory=list)
     after_home: "list[SimTransfer]" = field(default_factory=list)
 
@@ -170,11 +172,13 @@ class LinkSimulator:
         at_s: float,
         after: Iterable[SimTransfer] = (),
         after_home: Iterable[SimTransfer] = (),
+        after_queued: Iterable[SimTransfer] = (),
     ) -> None:
         """Start a transfer at `at_s` at the earliest, after other transfers.
 
-        after       whose memory on the device must be free, or filled
-        after_home  that must be all done
+        after         whose memory on the device must be free, or filled
+        after_home    that must be all done
+        after_queued  copies that the device makes before this one: its stream is in order
         """
         for other in after:
             if other.over_s is None:
@@ -183,6 +187,10 @@ class LinkSimulator:
         for other in after_home:
             if other.home_s is None:
                 other.after_home.append(transfer)
+                transfer.blockers += 1
+        for other in after_queued:
+            if other.queued_s is None:
+                other.after_queued.append(transfer)
                 transfer.blockers += 1
         self._at(at_s if at_s > self.now else self.now, LinkSimulator._unblock, transfer)
 
@@ -222,6 +230,7 @@ class LinkSimulator:
         seconds = transfer.seconds
         if not transfer.route or (seconds is None and not transfer.nbytes):
             transfer.begin_s = transfer.queued_s = self.now
+            self._release(transfer.after_queued)
             if seconds:
                 self._at(self.now + seconds, LinkSimulator._end, transfer)
             else:
@@ -232,6 +241,8 @@ class LinkSimulator:
             transfer.over_left = transfer.home_left = 1
             amount = transfer.nbytes if seconds is None else seconds
             self._queue(_Piece(transfer, queues, amount, True))
+            if transfer.after_queued:
+                self._release(transfer.after_queued)
             return
         pool = self._reads if transfer.arrives else self._writes
         size, cut_in = self._size(transfer), transfer.cut_in

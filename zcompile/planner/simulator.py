@@ -184,6 +184,9 @@ class SimulatedSteps:
         self._taken = sum(map(aligned, self._routes.resident("device")))
         self._held = StepFootprint()
         self._departing: deque[SimTransfer] = deque()
+        self._last_copies: dict[str, list[SimTransfer]] = {}
+        """By stream, which has one link: copies that the device makes itself, the newest of each
+        chain that is in order."""
         self._joined: ComputeTask | None = None
         """What compute waits for before the instruction that is walked sends its gradient."""
         self._begin()
@@ -299,10 +302,10 @@ class SimulatedSteps:
         if x.home is not None:
             self._await_home(x.home)
         if region is not None:
-            after = [self._done[ticket] for ticket in x.after]
+            after, since = [self._done[ticket] for ticket in x.after], self._host
             if self._asynchronous:
                 self._until_enqueued(after)
-            task = self._work(self._costs.region_seconds(region), *after)
+            task = self._work(self._costs.region_seconds(region), *after)._replace(issued_s=since)
             if self._asynchronous:
                 self._host += self._costs.launch_seconds(region)
         else:
@@ -503,12 +506,26 @@ class SimulatedSteps:
             sharing = [*follows, *(self._done[t] for t in after)]
             transfer.order_by_events(tuple(_heard_of(blockers, sharing)))
         self._in_flight.start(ref, home.begin, home.end, home.writes, transfer)
+        on_stream = self._behind(transfer) if transfer.by_events and transfer.route else ()
         self._traffic.start(
-            transfer, self._host, (*follows, *(self._done[t] for t in after)), blockers
+            transfer, self._host, (*follows, *(self._done[t] for t in after)), blockers, on_stream
         )
         self._sent.append(transfer)
         if self._tells:
             self._sent_of[transfer] = self._routes.name(ref)
+
+    def _behind(self, copy: SimTransfer) -> Sequence[SimTransfer]:
+        """The copies that the device makes before this one, which is enqueued now: a stream is in
+        order, so one that waits for an event holds up all that come later.
+
+        Those of which the host has yet to hear something are not enqueued yet, and come later.
+        """
+        stream = copy.route[0].name
+        before = [c for c in self._last_copies.get(stream, ()) if c.queued_s is None]
+        waits = any(time is None for time in map(_moment, copy.hears_of))
+        enqueued = [] if waits else [c for c in before if None not in map(_moment, c.hears_of)]
+        self._last_copies[stream] = [*(c for c in before if c not in enqueued), copy]
+        return enqueued
 
     def _make_room(self, nbytes: int) -> None:
         """Let the host wait until the bytes on their way out, with `nbytes` more, are within the
@@ -527,6 +544,12 @@ class SimulatedSteps:
         if (seconds := self._issues.get(key)) is None:
             seconds = self._issues[key] = self._costs.issue_seconds(x)
         self._host += seconds
+
+
+def _moment(row: tuple[SimTransfer, str]) -> float | None:
+    """The time of a moment of a transfer; None before."""
+    time_s: float | None = getattr(*row)
+    return time_s
 
 
 def _heard_of(

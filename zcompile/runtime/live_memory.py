@@ -242,6 +242,11 @@ class InFlightGradients:
         self._nbytes = 0
         self._sent: list[_Sent] | None = None
 
+    @property
+    def expects(self) -> bool:
+        """Whether what is put now is part of a gradient that compute is going to join."""
+        return self._sent is not None
+
     def exceeds(self, nbytes: int, most_bytes: int) -> bool:
         """Whether compute must join some before `nbytes` more may be sent."""
         return bool(self._transfers) and self._nbytes + nbytes > most_bytes

@@ -108,7 +108,8 @@ class Meter:
         self._passages: deque[Passage] | None = None
 
     def moved(self, link: str, nbytes: int) -> None:
-        """`nbytes` have travelled over `link`."""
+        """`nbytes` have travelled over `link`, or are enqueued there where the device orders copies
+        itself."""
         with self._lock:
             self._bytes[link] += nbytes
 

@@ -48,7 +48,7 @@ from zcompile.runtime.store.resident import MakeCopy
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.runtime.transfer.transfer import Transfer, source_released
+from zcompile.runtime.transfer.transfer import InFlight, source_released
 from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class StepScratchUse:
         if memory is None:
             return
         for ticket in self._pending_reads.of(memory):
-            cast(Transfer, ticket).memory_free.wait_finished()
+            cast(InFlight, ticket).memory_heard().wait_finished()
         self._scratch.close()
         seconds = perf_counter() - begin
         self._store.meter.add("stall", seconds)
@@ -712,6 +712,10 @@ class Session(Store):
             self._pending_reads.add(source, ticket)
         self.in_flight.note(source, source_released(ticket))
         return ticket
+
+    def will_join(self) -> bool:
+        # A walk joins what leaves memory beside the arena, and so do gradients in flight.
+        return self.executor.walks_here or self.in_flight.expects
 
     def add(
         self, entry: Entry, source: Tensor, *, begin: int = 0, after: Sequence[Ticket] = ()

@@ -24,6 +24,7 @@ from torch import Tensor
 from zcompile.errors import BudgetExceeded, SlotsOverlap, more_device_memory
 from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
 from zcompile.ir.ties import Dead, Tie
+from zcompile.ir.torch_compat import storage_of
 from zcompile.ir.types import ALIGNMENT, Layout, aligned
 from zcompile.ir.units import show_size
 from zcompile.runtime.device.base import Device
@@ -39,10 +40,16 @@ def _reclaims_nothing(nbytes: int) -> bool:
     return False
 
 
+def _nothing_to_see() -> None:
+    """In place of `Arena`'s `look` where transfers say by themselves that they are over."""
+
+
 class Arena:
     """`budget_bytes` of `device`'s memory, allocated at the first use; thread-safe.
 
     transfers_over  returns when no transfer that is in flight now holds memory any more
+    look            called before a range is looked for: sees which transfers are over, and
+                    waits for none
     reclaim         called when there is no room for so many bytes; frees some, and says whether it
                     did
     outside_bytes   of the device's budget that compiled graphs have instead of the arena
@@ -55,13 +62,14 @@ class Arena:
         in_use: Gauge,
         transfers_over: Callable[[], None],
         reclaim: Callable[[int], bool] = _reclaims_nothing,
+        look: Callable[[], None] = _nothing_to_see,
     ) -> None:
         self.budget_bytes, self.outside_bytes = budget_bytes, 0
         self.scratch = StepScratch(device)
         self._device = device
         self._in_use = in_use
         self._transfers_over = transfers_over
-        self._reclaim = reclaim
+        self._reclaim, self._look = reclaim, look
         self._memory: Tensor | None = None
         self._lock = threading.Lock()
         self._slots: list[tuple[int, int]] = []  # (begin, end), ordered
@@ -112,6 +120,11 @@ class Arena:
             return tensor
         begin = tensor.data_ptr() - self._memory.data_ptr()
         return self._memory[begin : begin + tensor.numel()]
+
+    def is_apart(self, tensor: Tensor) -> bool:
+        """Whether the storage of a tensor is another than the arena's, and goes back when it
+        dies."""
+        return self._memory is None or storage_of(tensor) is not storage_of(self._memory)
 
     def window_and_holds(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """`window` and `holds` at once, for what is asked of each transfer."""
@@ -209,6 +222,7 @@ class Arena:
     def reserve(self, nbytes: int, above: int, name: str) -> int | None:
         """Reserve `nbytes` at `above` or higher, as high as they fit; returns the address, or
         None."""
+        self._look()  # which transfers hold ranges no more
         with self._lock:
             self._take_back_dead()
             top = self.budget_bytes // ALIGNMENT * ALIGNMENT

@@ -4,7 +4,7 @@ A device hands out its memory, copies both ways beside compute, and says when co
 point. Copies of one direction are started in order; each tells its `CopyListener` how it went.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -57,8 +57,9 @@ class CopyStreams(Protocol):
         raises  RuntimeError
         """
 
-    def hear_of(self, direction: Direction, mark: Ticket, listener: "CopyListener") -> None:
-        """Have a thread wait for the mark of an enqueued copy, and tell the listener (`landed`)."""
+    def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
+        """Run a job that waits for marks of this direction in the thread that hears of the ends of
+        its copies, after those that it was given before."""
 
 
 class Device(Protocol):

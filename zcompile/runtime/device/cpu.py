@@ -44,8 +44,8 @@ class CpuDevice:
     """A `Device` on the CPU. `throttle` maps "h2d" and "d2h" to bytes per second."""
 
     torch_device = torch.device("cpu")
-    chunk_bytes = 16 * MiB
     streams = None
+    chunk_bytes = 16 * MiB
     """At 2 GB/s of a disk 8 ms, many times what starting a transfer costs; three chunks of four
     operands are in flight, which keeps a disk busy."""
 

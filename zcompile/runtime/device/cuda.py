@@ -1,7 +1,8 @@
 """The CUDA device copies on one stream per direction beside compute, with events in between.
 
-Whoever asks for a copy enqueues it, and a reaper thread per direction learns from an event that the
-copy has landed. Nothing here touches CUDA before a `CudaDevice` is made.
+Whoever asks for a copy enqueues it. Of its end, an event tells: a reaper thread per direction waits
+for it and reports (`copy`, `clear`), or whoever was given its mark asks, or has that thread wait
+(`enqueue`, `wait_in_thread`). Nothing here touches CUDA before a `CudaDevice` is made.
 """
 
 import threading
@@ -215,8 +216,8 @@ class CudaDevice:
         self._meter.moved(direction, target.numel())
         return mark
 
-    def hear_of(self, direction: Direction, mark: Ticket, listener: CopyListener) -> None:
-        self._reapers[direction].submit(partial(self._reap, direction, mark, listener, 0))
+    def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
+        self._reapers[direction].submit(job)
 
     def _reap(
         self, direction: Direction, mark: Ticket, listener: CopyListener, nbytes: int

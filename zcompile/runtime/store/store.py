@@ -52,7 +52,7 @@ from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrup
 from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, compute_marks
 from zcompile.runtime.transfer.ticket import Ticket
-from zcompile.runtime.transfer.transfer import Add, Fetch, Put, ReadBack, Transfer
+from zcompile.runtime.transfer.transfer import Add, Fetch, InFlight, Put, ReadBack, Transfer
 
 # --- Deferred changes ---
 
@@ -406,6 +406,7 @@ class Store:
             self.meter.device,
             resources.mover.wait_for_memory,
             self.reclaim,
+            resources.mover.ends.look,
         )
         self.fabric = fabric
         self._context = resources.context
@@ -415,7 +416,7 @@ class Store:
         self.homes = Tiers(
             resources.tiers, DeviceTier(self.arena), self.meter, self._mover.wait_for_dead
         )
-        self._backlog = Backlog(resources.backlog_bytes, self._mover.hear_of_all)
+        self._backlog = Backlog(resources.backlog_bytes, self._mover.ends.hear_of_all)
         self._entries: dict[int, Entry] = {}
         self._dead = Dead()
         self.deferrals = Deferrals(apply_deferred)
@@ -589,9 +590,11 @@ class Store:
         self._prepare_read(entry, ahead)
         window, padded = self.arena.window_and_holds(target)
         place, context = entry.place, self._context
-        if context.device.streams is not None and place.tier.in_memory:
-            copy = OneCopy(place, begin, window, target, context, False, padded)
-            return self._submit(copy, after)
+        streams = context.device.streams
+        if streams is not None and place.tier.in_memory:
+            copy = OneCopy(place, begin, window, target, streams, False, self._mover.ends)
+            if self._copied(copy, after):
+                return copy
         marks = compute_marks(after)
         return self._submit(Fetch(place, begin, window, target, marks, context, padded), after)
 
@@ -651,12 +654,18 @@ class Store:
         self.deferrals.apply(entry)
         window, padded = self.arena.window_and_holds(source)
         place, context = entry.place, self._context
-        streams = context.device.streams
+        streams, copy = context.device.streams, None
         if streams is not None and place.tier.in_memory and not streams.is_on_host(source):
-            copy = OneCopy(place, begin, window, source, context, True, padded)
-            return self._submit_write(entry, copy, source, padded, after)
-        put = Put(place, begin, window, source, compute_marks(after), context, padded)
-        return self._submit_write(entry, put, source, padded, after)
+            copy = OneCopy(place, begin, window, source, streams, True, self._mover.ends)
+        put = partial(Put, place, begin, window, source, compute_marks(after), context, padded)
+        ticket = self._submit_write(entry, copy, put, source, padded, after)
+        if ticket is copy and not self.will_join() and self.arena.is_apart(source):
+            ticket.await_end()  # its memory goes back when that is heard of
+        return ticket
+
+    def will_join(self) -> bool:
+        """Whether who puts something now has compute join it, and so gives its memory back."""
+        return False
 
     @uninterrupted
     def add(
@@ -667,7 +676,8 @@ class Store:
         check_memory(source)
         self._prepare_read(entry)
         raw = source.view(torch.uint8)
-        add = Add(
+        add = partial(
+            Add,
             entry.place,
             begin,
             self.arena.window(raw),
@@ -676,7 +686,7 @@ class Store:
             self._context,
             source.dtype,
         )
-        return self._submit_write(entry, add, raw, self.arena.holds(raw), after)
+        return self._submit_write(entry, None, add, raw, self.arena.holds(raw), after)
 
     @uninterrupted
     def zero(self, entry: Entry) -> None:
@@ -766,7 +776,7 @@ class Store:
         self._mover.drain()
 
     def is_idle(self) -> bool:
-        """Whether no transfer is in flight, as of now; takes no lock."""
+        """Whether no transfer is in flight, as of now; waits for none."""
         return self._mover.is_idle()
 
     def close(self) -> None:
@@ -814,33 +824,51 @@ class Store:
         self.deferrals.apply(entry)
 
     def _submit(self, transfer: Transfer, after: Sequence[Ticket]) -> Transfer:
-        assert 0 <= transfer.begin <= transfer.end <= transfer.place.nbytes, "outside the entry"
-        if type(transfer) is OneCopy:
-            if self._mover.copy_on_stream(transfer, after):
-                return transfer
-            transfer = transfer.in_parts(compute_marks(after))
+        _check_range(transfer)
         self._mover.submit(transfer, after)
         return transfer
+
+    def _copied(self, copy: OneCopy, after: Sequence[Ticket]) -> bool:
+        """Whether the device alone makes the copy; else it is a transfer by promises."""
+        _check_range(copy)
+        return self._mover.copy_on_stream(copy, after)
 
     def _submit_write(
         self,
         entry: Entry,
-        transfer: Transfer,
+        copy: OneCopy | None,
+        make: Callable[[], Transfer],
         source: Tensor,
         in_arena: bool,
         after: Sequence[Ticket],
-    ) -> Transfer:
+    ) -> InFlight:
+        """Submit a copy, or what `make` makes if the device cannot make that alone."""
         before_write(entry)
         nbytes = 0 if in_arena else source.numel()
+        leave = partial(self._backlog.leave, nbytes)
         if nbytes:
             self._backlog.enter(nbytes)
-            transfer.when_released(partial(self._backlog.leave, nbytes))
+        transfer: InFlight
         try:
-            transfer = self._submit(transfer, after)
+            if copy is not None and nbytes:
+                copy.when_released(leave)
+            if copy is not None and self._copied(copy, after):
+                transfer = copy
+            else:
+                transfer = made = make()
+                if nbytes:
+                    made.when_released(leave)
+                self._submit(made, after)
         except BaseException:  # what never started takes no room
             self._backlog.leave(nbytes)
             raise
+        if nbytes and self._backlog.is_awaited:  # who waits could not yet have this heard of
+            transfer.await_end()
         entry.version += 1
         if entry.unset and entry.place.written.covers(0, entry.nbytes):
             entry.unset = False
         return transfer
+
+
+def _check_range(moved: InFlight) -> None:
+    assert 0 <= moved.begin <= moved.end <= moved.place.nbytes, "outside the entry"

@@ -144,11 +144,8 @@ class ByteAccess(Protocol):
 class Operation(ByteAccess, Protocol):
     """A transfer on an entry: one fetch, put or add."""
 
-    @property
-    def home(self) -> Promise: ...
-
-    def await_end(self) -> None:
-        """Have somebody hear of the end, who else might do that only when there is occasion."""
+    def end_heard(self) -> Promise:
+        """A promise that is kept once all is done. Not free: who asks may have a thread wait."""
 
 
 class Span(NamedTuple):

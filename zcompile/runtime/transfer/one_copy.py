@@ -2,43 +2,48 @@
 
 An entry that rests in host memory, whole and in one piece, is copied by the device alone, behind
 events of whatever uses the same bytes. Nothing of that is for the host to do: the copy is enqueued
-where it is asked for, and its event is all that is left of it. A thread waits for the event only
-when somebody asks to hear of the end (`home`); else the queue looks, when the next copy of that
-direction is enqueued, which events have passed (`TransferQueue.copy_on_stream`).
+where it is asked for, and its event is all that is left of it. `CopyEnds` knows those of which the
+host has not heard that they are over. Whoever enqueues another one looks which events have passed
+(`look`); a thread waits for events only where somebody asks to hear of an end (`hear`).
 
     a fetch, a put        one copy                          through promises
     enqueued              by who asks                       by who asks, or a thread of the queue
     others follow it      by its event                      by its event, or a promise
     its end is heard      when others are enqueued,         by a thread, for each copy
                           or by a thread if asked for
+
+A copy *ends* under the lock of the queue, once, and after all that it follows; then, outside of the
+lock, its memory is let go of and its extent, and who waits is told; at last it is *over*. Memory
+may run code of the user when it dies, so none dies under the lock. Asking for an end changes
+nothing but who looks: it may be done twice, or be interrupted half-way.
 """
 
-import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from threading import RLock
 
 from torch import Tensor
 
+from zcompile.runtime.device.base import CopyStreams, Direction
 from zcompile.runtime.tiers.base import Place
-from zcompile.runtime.transfer.ticket import Callback, Countdown, Promise, Ticket
-from zcompile.runtime.transfer.transfer import Fetch, Put, Transfer, TransferContext
-
-_ASKING = threading.Lock()
-"""Guards who is told of the end of a copy: those who ask for it, or who finds it over."""
-
-_ENQUEUED = Promise()
-_ENQUEUED.finish()
+from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.transfer.ticket import Callback, Promise, Ticket
+from zcompile.runtime.transfer.transfer import InFlight
 
 
-class OneCopy(Transfer):
+class OneCopy(InFlight):
     """Bytes [begin, end) of an entry in host memory, copied at once to or from `memory`.
 
     memory, owner  as of a `Transfer`
     writes         it is a put; else a fetch
-    mark           complete once the copy is over; None until it is enqueued
-    over           whether the host has heard of its end; error: what it, or what it follows, failed
-                   with
-    follows        the copies that it comes after and whose errors are its own, until it is over
-    finished       told of the end
+    streams, ends  that it is enqueued on; who hears of its end
+    mark           complete once the copy is over; None, if it could not be enqueued
+    ended          whether the host knows that it is over
+    error          what it, or what it follows, failed with
+    over           whether all that depends on it has been told, too
+    follows        the copies that it comes after and whose errors are its own, until it has ended
+    awaited        whether a thread goes on until it has ended
     """
 
     def __init__(
@@ -47,33 +52,21 @@ class OneCopy(Transfer):
         begin: int,
         memory: Tensor,
         owner: Tensor,
-        context: TransferContext,
+        streams: CopyStreams,
         writes: bool,
-        padded: bool,
+        ends: "CopyEnds",
     ) -> None:
         self.place, self.begin, self.end = place, begin, begin + memory.numel()
         self.writes, self.direction = writes, "d2h" if writes else "h2d"
-        self._memory, self._owner = memory, owner
-        self.context, self.padded = context, padded
+        self._memory: Tensor | None = memory
+        self._owner: Tensor | None = owner
+        self.streams, self._ends = streams, ends
         self.mark: Ticket | None = None
-        self.over = False
+        self.ended = self.over = self.awaited = False
         self.error: BaseException | None = None
         self.follows: Sequence[OneCopy] = ()
-        self._asked: Countdown | None = None
-        self._finished: Callback | None = None
-        self._when_released: Callback | None = None
-
-    def in_parts(self, marks: Sequence[Ticket]) -> Transfer:
-        """The same transfer by promises, for bytes that are not one copy, or not to be enqueued
-        now."""
-        memory, owner = self._memory, self._owner
-        assert memory is not None, "it was not started"
-        assert owner is not None, "it was not started"
-        kind = Put if self.writes else Fetch
-        made = kind(self.place, self.begin, memory, owner, marks, self.context, self.padded)
-        if self._when_released is not None:
-            made.when_released(self._when_released)
-        return made
+        self._heard: Promise | None = None
+        self._released: Callback | None = None
 
     def home_piece(self) -> Tensor | None:
         """The bytes where they rest; None, if they are not all there, or in several pieces."""
@@ -83,115 +76,71 @@ class OneCopy(Transfer):
         found = [memory for _, memory in place.tier.pieces(place.extent, self.begin, self.end)]
         return found[0] if len(found) == 1 else None
 
-    def enqueue(
-        self,
-        home: Tensor,
-        marks: Sequence[Ticket],
-        follows: "Sequence[OneCopy]",
-        finished: Callback,
-    ) -> None:
+    def enqueue(self, home: Tensor, marks: Sequence[Ticket], follows: "Sequence[OneCopy]") -> None:
         """Start, behind marks of compute and other copies. raises RuntimeError"""
-        memory, streams = self._memory, self.context.device.streams
+        memory = self._memory
         assert memory is not None, "it is started once"
-        assert streams is not None, "copies are enqueued on streams"
         target, source = (home, memory) if self.writes else (memory, home)
         after = [*marks, *(other.mark for other in follows if other.mark is not None)]
-        self._finished = finished
-        self.mark = streams.enqueue(self.direction, target, source, after, self.name)
+        self.mark = self.streams.enqueue(self.direction, target, source, after, self.name)
         if self.writes:
             self.place.written.add(self.begin, self.end)
-        self.follows = [other for other in follows if not other.over or other.error is not None]
+        self.follows = [other for other in follows if not other.ended]
 
-    # --- Its end ---
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a thread waits for its event."""
-        return self._asked is not None
-
-    def note_end(self, error: BaseException | None) -> bool:
-        """Note the end, unless a thread does that since somebody asked to hear of it; whether it is
-        noted now."""
-        with _ASKING:
-            if self._asked is not None or self.over:
-                return False
-            self._note(error)
-        self._tell(self.error)
+    def end_with(self, error: BaseException | None) -> bool:
+        """Note the end, once; whether this is it. Under the lock of the queue, and after the ends
+        of all that it follows."""
+        if self.ended:
+            return False
+        self.error = next((f.error for f in self.follows if f.error is not None), error)
+        self.ended, self.follows = True, ()
         return True
 
-    def _note(self, error: BaseException | None) -> None:
-        self.error = next((f.error for f in self.follows if f.error is not None), error)
-        self.over, self.follows = True, ()
-
-    def _tell(self, error: BaseException | None) -> None:
-        self._drop_memory(error)
-        finished, self._finished = self._finished, None  # which has this
-        if finished is not None:
-            finished(error)
-
-    def _heard(self, error: BaseException | None) -> None:
-        with _ASKING:
-            self.error, self.over, self.follows = error, True, ()
-        self._tell(error)
-
-    def await_end(self) -> None:
-        self._end_heard()
-
-    @property
-    def home(self) -> Promise:  # type: ignore[override]  # made when it is asked for
-        return self._end_heard()
-
-    def _end_heard(self) -> Promise:
-        """A promise that is kept when the copy is over: from now on a thread waits for it."""
-        with _ASKING:
-            asked, waits = self._asked, not self.over
-            if asked is not None:
-                return asked
-            asked = self._asked = Countdown()
-        if not waits:
-            asked.finish(self.error)
-            return asked
-        asked.then(self._heard)
-        for other in self.follows:
-            asked.hold()
-            other.home.then(asked.drop)
-        assert self.mark is not None, "asked for once it is enqueued"
-        streams = self.context.device.streams
-        assert streams is not None, "it is enqueued on one"
-        streams.hear_of(self.direction, self.mark, self)
-        return asked
-
-    @property
-    def memory_free(self) -> Promise:  # type: ignore[override]  # the same
-        return self.home
-
-    @property
-    def queued(self) -> Promise:  # type: ignore[override]  # it is
-        return _ENQUEUED if self.mark is not None else self.home
-
-    def landed(self, error: BaseException | None) -> None:
-        asked = self._asked
-        assert asked is not None, "somebody asked for it"
-        self._drop_memory(error)
-        asked.drop(error)
-
-    def fail(self, error: BaseException) -> None:
-        if not self.note_end(error):
-            self.home.finish(error)
+    def tell(self, finished: "Callable[[OneCopy, BaseException | None], None]") -> None:
+        """Let go of the memory and tell those who wait, `finished` first; it has ended. Under no
+        lock."""
+        self._drop_memory()
+        finished(self, self.error)
+        with self._ends.lock:
+            self.over = True
+            heard = self._heard
+        if heard is not None:
+            heard.finish(self.error)
 
     # --- Those who need it ---
 
     def done(self) -> bool:
         return self.over
 
+    memory_done = done
+
+    def end_heard(self) -> Promise:
+        with self._ends.lock:
+            heard = self._heard = self._heard or Promise()
+            over = self.over
+        if over:
+            heard.finish(self.error)
+        else:
+            self._ends.hear(self)
+        return heard
+
+    memory_heard = end_heard
+
+    def await_end(self) -> None:
+        self._ends.hear(self)
+
+    def when_enqueued(self, callback: Callback) -> None:
+        callback(self.error)
+
     def join_compute(self) -> None:
         self._join()
         if not self.writes:
-            self._owner = None  # whatever the caller does next comes after the copy
+            self._drop_memory()  # whatever the caller does next comes after the copy
 
+    @uninterrupted
     def release(self) -> None:
         self._join()
-        self._drop_memory(None)
+        self._drop_memory()
 
     def _join(self) -> None:
         if self.error is not None:
@@ -205,17 +154,128 @@ class OneCopy(Transfer):
     home_mark = copies_mark
 
     def when_released(self, callback: Callback) -> None:
-        self._when_released = callback
+        self._released = callback
 
-    def _drop_memory(self, error: BaseException | None) -> None:
-        with _ASKING:
+    def fail(self, error: BaseException) -> None:
+        self._ends.fail(self, error)
+
+    def _drop_memory(self) -> None:
+        with self._ends.lock:
+            kept: object = (self._memory, self._owner)
             self._memory = self._owner = None
-            callback, self._when_released = self._when_released, None
+            callback, self._released = self._released, None
+        del kept  # which may run code of the user
         if callback is not None:
             callback(None)
 
-    def _issue(self) -> None:
-        raise AssertionError("it is started by `enqueue`")
 
-    def _chunk(self, begin: int, end: int, buffer: object) -> None:
-        raise AssertionError("it has no chunks")
+class CopyEnds:
+    """Hears of the ends of the copies of one store, and has them told.
+
+    lock      of the queue: whatever changes when a copy ends changes under it
+    finished  told of each that has ended, under no lock
+    """
+
+    def __init__(
+        self, lock: RLock, finished: Callable[[OneCopy, BaseException | None], None]
+    ) -> None:
+        self.lock = lock
+        self._finished = finished
+        self._on_streams: dict[Direction, deque[OneCopy]] = {"h2d": deque(), "d2h": deque()}
+        """Those that have not ended, in the order of their stream; some at the front may have."""
+
+    def enqueued(self, copy: OneCopy) -> None:
+        """Know a copy, the newest on its stream. Under the lock."""
+        self._on_streams[copy.direction].append(copy)
+
+    @uninterrupted
+    def look(self) -> None:
+        """See which copies are over, and have them told."""
+        with self.lock:
+            ended = self._take_ended()
+        self._tell(ended)
+
+    def hear(self, copy: OneCopy) -> None:
+        """Have a thread go on until a copy has ended."""
+        with self.lock:
+            if copy.ended or copy.awaited:
+                return
+            copy.streams.wait_in_thread(copy.direction, partial(self._hear, copy))
+            copy.awaited = True  # now: who is interrupted before asks once more
+
+    def hear_of_all(self) -> None:
+        """Look, and have threads go on until all have ended."""
+        self.look()
+        with self.lock:
+            last = [on_stream[-1] for on_stream in self._on_streams.values() if on_stream]
+        for copy in last:
+            self.hear(copy)
+
+    def fail(self, copy: OneCopy, error: BaseException) -> None:
+        """End a copy with an error, if it has not ended."""
+        with deferred_interrupts():
+            with self.lock:
+                ended = [copy] if copy.end_with(error) else []
+            self._tell(ended)
+
+    def _tell(self, ended: Iterable[OneCopy]) -> None:
+        for copy in ended:
+            copy.tell(self._finished)
+
+    def _hear(self, copy: OneCopy) -> None:
+        """Wait for one copy after the other, the oldest first, until this one has ended. In a
+        thread."""
+        while True:
+            with self.lock:
+                ended = self._take_ended()
+                first = None if copy.ended else self._first_before(copy)
+            self._tell(ended)
+            if first is None:
+                return
+            assert first.mark is not None, "it is enqueued"
+            error: BaseException | None = None
+            try:
+                first.mark.wait()
+            except RuntimeError as failed:
+                error = failed
+            with self.lock:
+                ended = [first] if first.end_with(error) else []
+            self._tell(ended)
+
+    def _first_before(self, copy: OneCopy) -> OneCopy:
+        """The oldest copy that has to end before this one does, or this one. Under the lock; none
+        at the front has ended."""
+        first = self._on_streams[copy.direction][0]
+        while (other := next((o for o in first.follows if not o.ended), None)) is not None:
+            first = self._on_streams[other.direction][0]  # an older one, so that this comes to rest
+        return first
+
+    def _take_ended(self) -> list[OneCopy]:
+        """Take out the copies whose events have passed, the oldest first; they end here. Under the
+        lock."""
+        found: list[OneCopy] = []
+        before = -1
+        while before < len(found):  # what one follows may be on the other stream
+            before = len(found)
+            for on_stream in self._on_streams.values():
+                while on_stream and self._has_ended(first := on_stream[0], found):
+                    if on_stream and on_stream[0] is first:
+                        on_stream.popleft()
+        return found
+
+    def _has_ended(self, first: OneCopy, found: list[OneCopy]) -> bool:
+        """Whether the oldest copy on a stream has ended; joins `found` if it does now."""
+        if first.ended:
+            return True
+        if not all(other.ended for other in first.follows):
+            return False
+        assert first.mark is not None, "it is enqueued"
+        error: BaseException | None = None
+        try:
+            if not first.mark.done():
+                return False
+        except RuntimeError as failed:
+            error = failed
+        if first.end_with(error):
+            found.append(first)
+        return True

@@ -7,7 +7,6 @@ the queue, which keeps long queues on one entry from nesting their calls.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -15,11 +14,11 @@ from torch import Tensor
 
 from zcompile.runtime.device.pages import clear_bytes
 from zcompile.runtime.tiers.base import Place, Span, TierIO
-from zcompile.runtime.transfer.one_copy import OneCopy
+from zcompile.runtime.transfer.one_copy import CopyEnds, OneCopy
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, Workers
-from zcompile.runtime.transfer.transfer import SourceRead, Transfer
+from zcompile.runtime.transfer.transfer import InFlight, SourceRead, Transfer
 
-HEARD_BY_THE_HOST = Transfer, Promise
+HEARD_BY_THE_HOST = InFlight, Promise
 """Tickets of which the host may have to hear before what comes after them is enqueued."""
 
 
@@ -31,11 +30,10 @@ class TransferQueue:
         """The first error that a transfer failed with."""
         self.closed: BaseException | None = None
         self._starter = Workers("zinf-start", 1, self.abandon)
-        self._in_flight: dict[Transfer, None] = {}
+        self._in_flight: dict[InFlight, None] = {}
         """The oldest first."""
-        self._on_streams: dict[str, deque[OneCopy]] = {"h2d": deque(), "d2h": deque()}
-        """By direction, in the order of the stream: those of which the host has not heard."""
         self._lock = threading.RLock()
+        self.ends = CopyEnds(self._lock, self._finished)
 
     def submit(self, transfer: Transfer, after: Sequence[Ticket]) -> None:
         """Start `transfer` once its entry and the transfers in `after` let it.
@@ -56,11 +54,11 @@ class TransferQueue:
         # Others on these bytes must be home first; those in `after` must have freed their memory.
         # Where the device's own streams can see to that, it is enough that they are enqueued.
         for blocker in blockers:
-            assert isinstance(blocker, Transfer), "transfers are in flight on entries"
-            self._follow(transfer, gate, blocker, blocker.home_mark, blocker.home)
+            assert isinstance(blocker, InFlight), "transfers are in flight on entries"
+            self._follow(transfer, gate, blocker, blocker.home_mark, blocker.end_heard)
         for ticket in after:
-            if isinstance(ticket, Transfer):
-                self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_free)
+            if isinstance(ticket, InFlight):
+                self._follow(transfer, gate, ticket, ticket.copies_mark, ticket.memory_heard)
             elif isinstance(ticket, Promise):  # of ranks
                 gate.hold()
                 ticket.then(gate.drop)
@@ -97,48 +95,28 @@ class TransferQueue:
                 if type(blocker) is not OneCopy:
                     return False
                 others.append(blocker)
+            error = next((other.error for other in others if other.error is not None), None)
             try:
-                copy.enqueue(home, marks, others, partial(self._finished, copy))
-            except RuntimeError as error:
-                copy.note_end(error)
-                return True
-            place.in_flight.append(copy)
-            self._in_flight[copy] = None
-            on_stream = self._on_streams[copy.direction]
-            on_stream.append(copy)
-            while on_stream and self._is_over(on_stream[0]):
-                on_stream.popleft()
+                if error is None:
+                    copy.enqueue(home, marks, others)
+            except RuntimeError as failed:
+                error = failed
+            if error is None:
+                place.in_flight.append(copy)
+                self._in_flight[copy] = None
+                self.ends.enqueued(copy)
+        if error is not None:
+            copy.fail(error)
+        self.ends.look()
         return True
-
-    def _is_over(self, copy: OneCopy) -> bool:
-        """Whether a copy on a stream is over, which is noted then if nobody has asked to hear of
-        it."""
-        if copy.over:
-            return True
-        if copy.is_awaited or copy.mark is None:
-            return False
-        error: BaseException | None = None
-        try:
-            if not copy.mark.done():
-                return False
-        except RuntimeError as failed:
-            error = failed
-        return all(map(self._is_over, copy.follows)) and copy.note_end(error)
-
-    def hear_of_all(self) -> None:
-        """Have threads wait for whatever is in flight, so that who waits for memory hears of it."""
-        with self._lock:
-            in_flight = list(self._in_flight)
-        for transfer in in_flight:
-            transfer.await_end()
 
     def _follow(
         self,
         transfer: Transfer,
         gate: Countdown,
-        before: Transfer,
+        before: InFlight,
         mark: Callable[[], Ticket | None],
-        over: Promise,
+        over: Callable[[], Promise],
     ) -> None:
         """Let `transfer` come after `before`: after a mark of the device, or when it is `over`.
 
@@ -151,13 +129,13 @@ class TransferQueue:
             if found is not None:
                 transfer.follow(found)
                 transfer.home.hold()
-                over.then(transfer.home.drop)
+                over().then(transfer.home.drop)
                 gate.drop()
             else:
-                over.then(gate.drop)
+                over().then(gate.drop)
 
         gate.hold()
-        before.queued.then(enqueued)
+        before.when_enqueued(enqueued)
 
     def check(self, place: Place) -> None:
         """raises  what an earlier transfer on the entry failed with, or that the store was
@@ -182,7 +160,7 @@ class TransferQueue:
             self.check(place)
             blockers = place.blockers(Span(begin, end, writes))
         for blocker in blockers:
-            blocker.home.wait()
+            blocker.end_heard().wait()
         with self._lock:
             for low, high, held in place.written.pieces(begin, end) if not overwrites else ():
                 if not held and memory.is_cpu:
@@ -215,9 +193,6 @@ class TransferQueue:
         with self._lock:
             place.free()
             idle = not place.in_flight
-            in_flight = list(place.in_flight)
-        for transfer in in_flight:
-            transfer.await_end()
         if idle:
             place.tier.release(place.extent)
 
@@ -230,7 +205,7 @@ class TransferQueue:
             in_flight = list(self._in_flight)
         found = [t for t in in_flight if t.place.freed and t.place.tier is tier]
         for transfer in found:
-            transfer.home.wait_finished()
+            transfer.end_heard().wait_finished()
         return bool(found)
 
     def wait_for_memory(self) -> None:
@@ -238,28 +213,23 @@ class TransferQueue:
         with self._lock:
             in_flight = list(self._in_flight)
         for transfer in in_flight:
-            transfer.memory_free.wait_finished()
+            transfer.memory_heard().wait_finished()
 
     def is_idle(self) -> bool:
-        """Whether nothing is in flight, as of now; waits for no lock."""
-        if self._in_flight and self._lock.acquire(blocking=False):
-            try:
-                for on_stream in self._on_streams.values():
-                    while on_stream and self._is_over(on_stream[0]):
-                        on_stream.popleft()
-            finally:
-                self._lock.release()
+        """Whether nothing is in flight, as of now; waits for no transfer."""
+        if self._in_flight:
+            self.ends.look()
         return not self._in_flight
 
     def drain(self) -> None:
         """Wait for all transfers; raises the first error of any."""
         while (left := self._oldest()) is not None:
-            left.home.wait_finished()
+            left.end_heard().wait_finished()
         error = self.error or self.closed
         if error is not None:
             raise error
 
-    def _oldest(self) -> Transfer | None:
+    def _oldest(self) -> InFlight | None:
         with self._lock:
             return next(iter(self._in_flight), None)
 
@@ -281,24 +251,26 @@ class TransferQueue:
     def _start_later(self, transfer: Transfer, error: BaseException | None) -> None:
         self._starter.submit(partial(transfer.start, error))
 
-    def _finished(self, transfer: Transfer, error: BaseException | None) -> None:
+    def _finished(self, transfer: InFlight, error: BaseException | None) -> None:
         """A transfer has ended: note its error, and free the extent if its entry is dead."""
         place = transfer.place
         with self._lock:
-            if self._in_flight.pop(transfer, transfer) is None:
+            if started := transfer in self._in_flight:
                 place.in_flight.remove(transfer)
             if error is not None:
                 place.error = place.error or error
                 if self.closed is None:
                     self.error = self.error or error
-            free = place.freed and not place.in_flight
+            free = started and place.freed and not place.in_flight
         if free:
             place.tier.release(place.extent)
+        with self._lock:  # now: who waits for extents waits for what is in flight
+            self._in_flight.pop(transfer, None)
 
 
 def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
     """The tickets that are points of compute, for the device to wait for."""
-    return tuple(t for t in after if not isinstance(t, Transfer | Ready))
+    return tuple(t for t in after if not isinstance(t, InFlight | Ready))
 
 
 class Backlog:
@@ -316,20 +288,33 @@ class Backlog:
         self._lock = threading.Lock()
         self._less = Promise()
         """Finished when fewer bytes are inside than now."""
+        self._waiting = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for room: who has entered since is to be heard of."""
+        return self._waiting > 0
 
     def enter(self, nbytes: int) -> None:
         """Wait until `nbytes` more fit; a source larger than the bound waits until it is alone."""
         since = 0.0
-        while True:
-            with self._lock:
-                if not self._now or self._now + nbytes <= self.most_bytes:
-                    self._now += nbytes
-                    self.waited_s += time.perf_counter() - since if since else 0.0
-                    return
-                less = self._less = self._less if not self._less.done() else Promise()
-            since = since or time.perf_counter()
-            self._hear()
-            less.wait_finished()
+        try:
+            while True:
+                with self._lock:
+                    if not self._now or self._now + nbytes <= self.most_bytes:
+                        self._now += nbytes
+                        return
+                    less = self._less = self._less if not self._less.done() else Promise()
+                    if not since:
+                        since = time.perf_counter()
+                        self._waiting += 1
+                self._hear()
+                less.wait_finished()
+        finally:
+            if since:
+                with self._lock:
+                    self._waiting -= 1
+                    self.waited_s += time.perf_counter() - since
 
     def leave(self, nbytes: int, error: BaseException | None = None) -> None:
         """`nbytes` are no longer in flight; `error` is ignored."""

@@ -26,7 +26,8 @@ class Ticket(Protocol):
     """A promise about bytes, as seen by whoever needs them."""
 
     def done(self) -> bool:
-        """Whether the promise is finished, well or badly."""
+        """Whether the promise is finished, well or badly, as far as the host has heard: False may
+        be out of date, True is not."""
 
     def wait(self) -> None:
         """Block the host until the promise is finished; raises what went wrong in the transfer."""

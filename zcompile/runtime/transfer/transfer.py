@@ -41,8 +41,78 @@ class TransferContext:
     adder: Workers
 
 
-class Transfer(ABC):
-    """Bytes [begin, end) of an entry in flight to or from `memory`. A `Ticket`.
+class InFlight(ABC):
+    """Bytes [begin, end) of an entry in flight to or from memory: a fetch, a put or an add that was
+    submitted, as those see it who come after it. A `Ticket`."""
+
+    place: Place
+    begin: int
+    end: int
+    writes = False
+    direction: Direction = "h2d"
+
+    @property
+    def name(self) -> str:
+        return self.place.name
+
+    @abstractmethod
+    def done(self) -> bool:
+        """As `Ticket.done`: whether all is done, as far as the host has heard."""
+
+    def wait(self) -> None:
+        self.end_heard().wait()
+
+    @abstractmethod
+    def join_compute(self) -> None:
+        """As `Ticket.join_compute`."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give the memory that is copied from back to compute, which waits for the copies if they
+        are not over; the host only until they are enqueued."""
+
+    @abstractmethod
+    def memory_done(self) -> bool:
+        """Whether the host has heard that the memory is not touched any more."""
+
+    @abstractmethod
+    def end_heard(self) -> Promise:
+        """A promise that is kept once all is done. Not free: who asks may have a thread wait."""
+
+    @abstractmethod
+    def memory_heard(self) -> Promise:
+        """A promise that is kept once the memory is not touched any more. Not free, either."""
+
+    @abstractmethod
+    def await_end(self) -> None:
+        """Have somebody hear of the end, who else might do that only when there is occasion."""
+
+    @abstractmethod
+    def when_enqueued(self, callback: Callback) -> None:
+        """Call `callback` once all copies are enqueued on the device, or it has failed."""
+
+    @abstractmethod
+    def when_released(self, callback: Callback) -> None:
+        """Call `callback` once nothing of this holds the memory any more: that is free, or compute
+        waits until it is. To be asked for before the transfer is submitted."""
+
+    @abstractmethod
+    def copies_mark(self) -> Ticket | None:
+        """A mark that is complete once the copies to or from the memory are over, all of which are
+        enqueued; None, if only `memory_heard` tells."""
+
+    @abstractmethod
+    def home_mark(self) -> Ticket | None:
+        """A mark that is complete once the transfer is, all copies of which are enqueued; None, if
+        only `end_heard` tells, since there is more to it."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """End at once: for a transfer that has not started, and for a store that is closing."""
+
+
+class Transfer(InFlight):
+    """One that promises keep track of: cut into parts, each of which lands by itself.
 
     memory  uint8 [end - begin], contiguous
     owner   the tensor that the caller gave, over the same bytes; kept alive until the copies to or
@@ -59,8 +129,6 @@ class Transfer(ABC):
     """
 
     lane = "read"
-    direction: Direction = "h2d"
-    writes = False
     buffers_per_chunk = 1
     """The buffer of a chunk has this many times its bytes."""
     only_copies = True
@@ -95,15 +163,23 @@ class Transfer(ABC):
         self.before = WrittenRanges()
         self.memory_free.then(self._drop_memory)
 
-    @property
-    def name(self) -> str:
-        return self.place.name
-
     def done(self) -> bool:
         return self.home.done()
 
-    def wait(self) -> None:
-        self.home.wait()
+    def memory_done(self) -> bool:
+        return self.memory_free.done()
+
+    def end_heard(self) -> Promise:
+        return self.home
+
+    def memory_heard(self) -> Promise:
+        return self.memory_free
+
+    def await_end(self) -> None:
+        """Those who move its bytes hear of it anyway."""
+
+    def when_enqueued(self, callback: Callback) -> None:
+        self.queued.then(callback)
 
     def join_compute(self) -> None:
         self.queued.wait()
@@ -115,14 +191,10 @@ class Transfer(ABC):
                 self._owner = None  # whatever the caller does next comes after the copies
 
     def when_released(self, callback: Callback) -> None:
-        """Call `callback` once nothing of this holds the memory any more: that is free, or compute
-        waits until it is. To be asked for before the transfer is submitted."""
         self._released = Promise()
         self._released.then(callback)
 
     def release(self) -> None:
-        """Give the memory that is copied from back to compute, which waits for the copies if they
-        are not over; the host only until they are enqueued."""
         self.queued.wait()
         if self.copies_mark() is None:
             self.memory_free.wait()
@@ -131,13 +203,9 @@ class Transfer(ABC):
             self._drop_memory(None)
 
     def copies_mark(self) -> Ticket | None:
-        """A mark that is complete once the copies to or from `memory` are over, all of which are
-        enqueued; None, if only `memory_free` tells."""
         return None if self.memory_free.error else self.context.device.mark_of(self._event)
 
     def home_mark(self) -> Ticket | None:
-        """A mark that is complete once the transfer is, all copies of which are enqueued; None, if
-        only `home` tells, since there is more to it."""
         return self.copies_mark() if self.only_copies and self.place.tier.in_memory else None
 
     def follow(self, mark: Ticket) -> None:
@@ -163,7 +231,6 @@ class Transfer(ABC):
             promise.drop()
 
     def fail(self, error: BaseException) -> None:
-        """End at once: for a transfer that has not started, and for a store that is closing."""
         for promise in (self.queued, self.memory_free, self.home):
             promise.finish(error)
 
@@ -177,10 +244,6 @@ class Transfer(ABC):
         over."""
         self.copied(error)
         self.home.drop(error)
-
-    def await_end(self) -> None:
-        """As `Operation.await_end`: those who move its bytes hear of it anyway."""
-        return
 
     def buffer_bytes(self, begin: int, end: int) -> int:
         low, high = self.place.blocks(begin, end)
@@ -268,13 +331,13 @@ class Transfer(ABC):
 class SourceRead:
     """A ticket that is complete once nothing reads the source of a put any more."""
 
-    transfer: Transfer
+    transfer: InFlight
 
     def done(self) -> bool:
-        return self.transfer.memory_free.done()
+        return self.transfer.memory_done()
 
     def wait(self) -> None:
-        self.transfer.memory_free.wait()
+        self.transfer.memory_heard().wait()
 
     def join_compute(self) -> None:
         self.transfer.release()
@@ -283,7 +346,7 @@ class SourceRead:
 def source_released(ticket: Ticket) -> Ticket:
     """A ticket that is complete once nothing reads the source of a put any more, home by then or
     not. When compute has joined it, the memory is compute's again, if nobody else holds it."""
-    return SourceRead(ticket) if isinstance(ticket, Transfer) else ticket
+    return SourceRead(ticket) if isinstance(ticket, InFlight) else ticket
 
 
 # --- Home to memory ---

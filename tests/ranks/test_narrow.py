@@ -290,6 +290,65 @@ def test_a_hook_on_one_rank_alone_is_refused_before_bytes_move(pool):
         assert "1 of gradients with hooks" in said
 
 
+def of_length(step, rank, length):
+    """Tokens of a rank whose batches have a length of their own."""
+    drawn = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.randint(200, (2, length + 1), generator=drawn)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def lengths_of(rank):
+    """Of the batches of each step: on rank 1 alone they change, so that graphs become dynamic."""
+    return [8 + (step if rank else 0) for step in range(STEPS + 1)]
+
+
+def of_lengths(mesh, fields):
+    """The state after training, and the losses of evaluations, of ranks whose batches have lengths
+    of their own; with `fields` None, as one process of plain PyTorch makes both of all batches."""
+    torch._dynamo.reset()
+    model = words()
+    here, call = [mesh.get_local_rank()], model
+    if fields is None:
+        here = range(2)
+    else:
+        zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+        call = torch.compile(model, backend="zinf")
+    made = optimizer_named("adamw")(model.parameters())
+    seen = {rank: [] for rank in here}
+    for step in range(STEPS + 1):
+        sums = {}
+        for rank in here:
+            tokens = of_length(step, rank, lengths_of(rank)[step])
+            with torch.autocast("cpu", BF16, cache_enabled=False):
+                loss = call(*tokens)
+            loss.backward()
+            for param in model.parameters() if fields is None else ():
+                part = param.grad * 0.5
+                sums[param] = sums[param] + part if param in sums else part
+                param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        made.step()
+        made.zero_grad()
+        for rank in here:
+            tokens = of_length(step, rank, lengths_of(rank)[-1 - step])
+            with torch.no_grad(), torch.autocast("cpu", BF16, cache_enabled=False):
+                seen[rank].append(call(*tokens).item())
+    state = state_of(model, made)
+    if fields is not None:
+        zcompile.close(model)
+    return state, seen
+
+
+@pytest.mark.parametrize("stage", sampled([3, "auto", 2], "auto"))
+def test_ranks_whose_batches_have_different_lengths_train_and_evaluate(pool, stage):
+    """One rank's graphs are dynamic, and the other's are not, and both ask each other alike."""
+    ((state, seen),) = pool.run(of_lengths, 1, None)
+    rows = pool.run(of_lengths, 2, {"stage": stage})
+    assert [row[0] for row in rows] == [state] * 2
+    assert {rank: losses for _, row in rows for rank, losses in row.items()} == seen
+
+
 def durably(mesh, disk):
     """The state after a durable run under autocast that was closed, and resumed, on the way."""
     rank, ranks = mesh.get_local_rank(), mesh.size()

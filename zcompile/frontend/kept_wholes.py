@@ -216,11 +216,10 @@ class KeptWholes:
         wholes = self._own(schedule, entries)
         copies = offers and self._reads_copies(schedule, entries)
         own = bytes([*wholes, copies])
-        text = f"of {schedule.name}: {sum(map(bool, wholes))} of {len(wholes)} weights are kept "
-        text += f"whole, copies in low precision are {'' if copies else 'not '}"
-        told = self._fabric.compare(
-            schedule.call_kind, digest_of(own), len(own), offers, text=f"{text}kept"
-        )
+        text = f"of {schedule.name}: copies in low precision are {'' if copies else 'not '}kept"
+        if wholes:
+            text += f", {sum(map(bool, wholes))} of {len(wholes)} weights are kept whole"
+        told = self._fabric.compare(schedule.call_kind, digest_of(own), len(own), text=text)
         if len(set(told)) == 1:
             self._note(schedule, entries, [own])
             return self._reading(schedule, own)

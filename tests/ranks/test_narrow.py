@@ -7,6 +7,7 @@ import pytest
 import torch
 from rank_models import batch, optimizer_named, state_of, words
 from sampled import sampled, sampled_rows
+from torch import nn
 from torch.nn import functional as F
 
 import zcompile
@@ -17,7 +18,7 @@ from zcompile.ir.partition import partition_of
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.planner import step_plan
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "stage": 3}
 BATCHES = 6
 """Of a step: they divide by 1, 2 and 3 ranks."""
@@ -212,6 +213,41 @@ def test_all_of_a_weight_is_kept_in_the_dtype_that_is_asked_for(pool):
         sizes = {n: 4 if n == "table.weight" else 2 for n in cast}
         assert told["plan"]["whole_bytes"] == sum(parts[n].padded * sizes[n] for n in cast)
         assert told["sent"]["gather"] == sum(parts[n].count * sizes[n] for n in cast)
+
+
+def in_two_dtypes(mesh):
+    """Trained in float16, all of each weight kept, and evaluated in float16 and bfloat16 in turn:
+    in how many weights are kept, and whether each evaluation has the bits of eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 160, bias=False), nn.Linear(160, 160, bias=False))
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
+    calls = {
+        dtype: torch.compile(model, backend="zinf", options={"param_dtype": dtype})
+        for dtype in (FP16, BF16)
+    }
+    made = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.randn(8, 160, generator=torch.Generator().manual_seed(3))
+    for _ in range(3):
+        with torch.autocast("cpu", FP16, cache_enabled=False):
+            loss = calls[FP16](x).square().mean()
+        loss.backward()
+        made.step()
+        made.zero_grad()
+    first, second = (torch.tensor(param.tolist()) for param in model.parameters())
+    alike = []
+    for dtype in (FP16, BF16, BF16, FP16):
+        with torch.no_grad(), torch.autocast("cpu", dtype, cache_enabled=False):
+            expected = F.linear(F.linear(x, first), second)
+            alike.append(torch.equal(calls[dtype](x), expected))
+    kept = zcompile.stats(model)["plan"]["whole"]
+    zcompile.close(model)
+    return kept, alike
+
+
+def test_what_is_kept_whole_is_read_in_its_own_dtype_alone(pool):
+    """bfloat16 and float16 have as many bytes."""
+    assert pool.run(in_two_dtypes, 2) == [(2, [True] * 4)] * 2
 
 
 def cut(self, ids, wanted):

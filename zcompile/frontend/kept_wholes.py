@@ -38,7 +38,7 @@ from zcompile.ir.types import EntryRef, Phase
 from zcompile.passes.arrange import keeping_wholes
 from zcompile.passes.keep_wholes import gathered_by
 from zcompile.planner.step_plan import StepPlan
-from zcompile.planner.whole_step import NO_WHOLES, gathered_in, whole_bytes_in
+from zcompile.planner.whole_step import NO_WHOLES, GatheredAs, gathered_as, gathered_in
 from zcompile.runtime.ranks.fabric import Fabric, digest_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.resident import copies_of
@@ -271,8 +271,8 @@ class KeptWholes:
         """What this rank keeps of what a call gathers, in the dtype that it is gathered in."""
         if not self._read[schedule.serial]:
             return b""
-        sizes = whole_bytes_in(schedule)
-        return bytes(_state(entries[n], sizes[n]) for n in self._read[schedule.serial])
+        reads = gathered_as(schedule)
+        return bytes(_state(entries[n], reads[n]) for n in self._read[schedule.serial])
 
     def _too_large(
         self, schedule: Schedule, entries: Sequence[Entry], states: bytes
@@ -314,8 +314,9 @@ class KeptWholes:
                 self._seen_alone.add(ref)
 
 
-def _state(entry: Entry, nbytes: int) -> Kept:
-    """nbytes  that a call gathers; what is kept may be of another dtype, that of another call"""
-    if entry.whole is None or entry.whole[0].nbytes != nbytes:
+def _state(entry: Entry, read: GatheredAs) -> Kept:
+    """read  how a call gathers it; what is kept may be of another dtype, that of another call"""
+    kept = entry.whole
+    if kept is None or (kept.entry.nbytes, kept.dtype) != read:
         return Kept.NOT_KEPT
     return Kept.UP_TO_DATE if entry.has_whole else Kept.OUT_OF_DATE

@@ -438,16 +438,17 @@ class StepController(Rescheduling):
         entries = {entry.ref: entry for entry in session.entries()}
         made: dict[EntryRef, str] = {}
         try:
+            dtypes = dtypes_of_copies(plan, whole=True)
             for ref in plan.wholes:
                 fact, entry = plan.step.facts[ref.copy], entries.get(ref)
                 if entry is None:
                     continue  # it has gone since: no call reads it any more
                 whole = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
-                entry.keep_whole(whole)
+                entry.keep_whole(whole, dtypes[ref.copy])
                 if not whole.on_device:
                     raise TierFull(fact.name, fact.nbytes, [session.homes.device.usage()])
                 made[ref.copy] = whole.home
-            for ref, dtype in copied(plan).items():
+            for ref, dtype in dtypes_of_copies(plan, whole=False).items():
                 fact, entry = plan.step.facts[ref], entries.get(ref.owner)
                 if entry is None:
                     continue
@@ -527,13 +528,14 @@ class StepController(Rescheduling):
         return call.making(self.plan.placement.stay)
 
 
-def copied(plan: StepPlan) -> dict[EntryRef, torch.dtype]:
-    """The low-precision copies of a plan, and their dtypes."""
+def dtypes_of_copies(plan: StepPlan, whole: bool) -> dict[EntryRef, torch.dtype]:
+    """The copies of a plan, and their dtypes: those in low precision, or those of the shares of all
+    ranks (`whole`)."""
     return {
         call.entries[len(call.schedule.handles) + n]: copy.cast.copy_dtype
         for call in plan.step.calls
         for n, copy in enumerate(call.schedule.copies)
-        if not copy.whole
+        if copy.whole is whole
     }
 
 

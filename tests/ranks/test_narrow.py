@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import zcompile
-from zcompile.errors import RanksDiffer
+from zcompile.errors import BudgetExceeded, RanksDiffer
 from zcompile.frontend.offload import session_behind
-from zcompile.frontend.replan import plan_in_force
+from zcompile.frontend.replan import Event, StepController, plan_in_force
 from zcompile.ir.partition import partition_of
-from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.planner import step_plan
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -248,6 +248,110 @@ def in_two_dtypes(mesh):
 def test_what_is_kept_whole_is_read_in_its_own_dtype_alone(pool):
     """bfloat16 and float16 have as many bytes."""
     assert pool.run(in_two_dtypes, 2) == [(2, [True] * 4)] * 2
+
+
+def beside_copies_of_another_graph(mesh):
+    """What a rank gathers in a step with everything kept whole, behind an evaluation that was
+    compiled to read copies of shares."""
+    torch._dynamo.reset()
+    model = words()
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    evaluate = torch.compile(model, backend="zinf", options={"param_dtype": BF16})
+    stepped(model, run, made, mesh, range(STEPS))
+    with torch.no_grad():
+        next(losses_of(evaluate, STEPS, mesh.get_local_rank(), mesh.size()))
+    assert any(entry.copies for entry in session_behind(model).entries())
+    zcompile.stats(model, reset=True)
+    stepped(model, run, made, mesh, [STEPS])
+    sent = zcompile.stats(model)["fabric"]["bytes"]["gather"]
+    zcompile.close(model)
+    return sent
+
+
+def test_copies_of_another_graph_are_not_read_in_place_of_what_is_kept_whole(pool):
+    for rank, sent in enumerate(pool.run(beside_copies_of_another_graph, 2)):
+        cast = (p for n, p in words().named_parameters() if n != "table.weight")
+        parts = [partition_of(Layout.of(param), rank, 2) for param in cast]
+        assert sent == sum(part.count * 4 for part in parts if part is not None)
+
+
+def losing_wholes(mesh, steps):
+    """The state of ranks of which rank 0 loses its room for whole weights, and copies in low
+    precision pay; the numbers of weights that the last plan keeps whole, and of graphs that read
+    copies."""
+    torch._dynamo.reset()
+    model, rank = words(), mesh.get_local_rank()
+    fields = {"stage": 2, "device_memory": "1500KiB", "throttle": SLOW}
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    controller = session_behind(model).controller
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "NARROW_PAYS", ALWAYS)
+        for step in range(steps):
+            if step == STEPS and not rank:
+                assert controller.plan.wholes
+                controller._wholes.give_up("a test")
+                controller.handle(Event.ROOM_NEEDED)
+            stepped(model, run, made, mesh, [step])
+    plan, state = controller.plan, state_of(model, made)
+    zcompile.close(model)
+    return state, len(plan.wholes), len(plan.reads)
+
+
+@pytest.mark.slow
+def test_ranks_that_lose_what_is_kept_whole_read_copies(pool):
+    """Until rank 1 has given up what is whole it was not asked for copies, and nobody gives those
+    up."""
+    rows = pool.run(losing_wholes, 2, 2 * PLANNED)
+    plain = pool.run(trained, 1, {"residency": False}, 2 * PLANNED)
+    assert rows == [(plain[0][0], 0, 2)] * 2
+
+
+def evaluating(mesh, steps):
+    """Steps between which all ranks evaluate, for which rank 0 has no room with copies: after how
+    many of them a plan was in force that keeps copies, and how many plans there were."""
+    torch._dynamo.reset()
+    model, rank = words(), mesh.get_local_rank()
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "device_memory": "700KiB", "throttle": SLOW})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    session, kept = session_behind(model), 0
+    fits = StepController.too_large
+
+    def too_large(self, schedule, entries):
+        reads = any(not copy.whole for copy in schedule.copies)
+        if rank == 0 and reads and schedule.phase is Phase.FORWARD and not schedule.trains:
+            return BudgetExceeded("device", 0, 1, "a test", [], "")
+        return fits(self, schedule, entries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "NARROW_PAYS", [ALWAYS, NEVER][rank])
+        patch.setattr(StepController, "too_large", too_large)
+        for step in range(steps):
+            for loss in losses_of(run, step, rank, mesh.size()):
+                loss.backward()
+            if step % 2:
+                with torch.no_grad():
+                    next(losses_of(run, step, rank, mesh.size()))
+            made.step()
+            made.zero_grad()
+            kept += bool(getattr(plan_in_force(session), "reads", None))
+    state, plans = state_of(model, made), session.controller._plans
+    zcompile.close(model)
+    return state, kept, plans
+
+
+@pytest.mark.slow
+def test_a_graph_that_has_no_room_for_copies_leaves_them_to_others(pool):
+    rows = pool.run(evaluating, 2, 2 * PLANNED)
+    plain = pool.run(trained, 1, {"residency": False}, 2 * PLANNED)
+    for state, kept, plans in rows:
+        assert state == plain[0][0]
+        assert kept >= PLANNED
+        assert plans <= 3
 
 
 def cut(self, ids, wanted):

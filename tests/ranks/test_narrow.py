@@ -250,6 +250,41 @@ def test_what_is_kept_whole_is_read_in_its_own_dtype_alone(pool):
     assert pool.run(in_two_dtypes, 2) == [(2, [True] * 4)] * 2
 
 
+def trained_in_two_dtypes(mesh):
+    """Each step has a backward in float16 and one in bfloat16: how many weights are kept whole, and
+    the bytes that the last step has sent, and was predicted to send."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 160, bias=False), nn.Linear(160, 160, bias=False))
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
+    calls = {
+        dtype: torch.compile(model, backend="zinf", options={"param_dtype": dtype})
+        for dtype in (FP16, BF16)
+    }
+    made = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.randn(8, 160, generator=torch.Generator().manual_seed(3))
+    for _ in range(PLANNED):
+        zcompile.stats(model, reset=True)
+        for dtype, call in calls.items():
+            with torch.autocast("cpu", dtype, cache_enabled=False):
+                loss = call(x).square().mean()
+            loss.backward()
+        made.step()
+        made.zero_grad()
+    stats = zcompile.stats(model)
+    bytes_sent = stats["fabric"]["bytes"]
+    zcompile.close(model)
+    sent = bytes_sent["gather"] + bytes_sent["exchange"]
+    return stats["plan"]["whole"], sent, stats["predicted"]["bytes"]["rank_to_rank"]
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_gathered_in_two_dtypes_is_not_kept_whole(pool):
+    kept, sent, predicted = zip(*pool.run(trained_in_two_dtypes, 2), strict=True)
+    assert kept == (0, 0)
+    assert sum(sent) == sum(predicted)
+
+
 def beside_copies_of_another_graph(mesh):
     """What a rank gathers in a step with everything kept whole, behind an evaluation that was
     compiled to read copies of shares."""

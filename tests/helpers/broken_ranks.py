@@ -203,10 +203,24 @@ def _narrow(at: int, *instead: Instruction) -> Schedule:
     return of_rank((*NARROW[:at], *instead, *NARROW[at + 1 :]))
 
 
+HALF = Cast(torch.float32, torch.float16)
+
 BROKEN_RANKS = {
     "a wide share of what is gathered in low precision": (
         lambda: _narrow(3, replace(share(NEXT, 3, 1, "v"), nbytes=1024, offset=0)),
         "'v' is gathered with this rank's share as number 0 of 1, and 'w' as number 1 of 2",
+    ),
+    "a copy that is read in another dtype, all by itself": (
+        lambda: of_rank((*NARROW[:1], replace(NARROW[1], cast=HALF), NARROW[2], NARROW[5])),
+        "'w' is read as torch.bfloat16, and is a copy in torch.float16",
+    ),
+    "a copy that is read wide": (
+        lambda: _narrow(5, whole(WIDE, 2, 1)),
+        "'w' is read as torch.float32, and is a copy in torch.bfloat16",
+    ),
+    "a share of a rank that is not there": (
+        lambda: _narrow(2, replace(NARROW[2], nbytes=512)),
+        "'w' is gathered with this rank's share as number 1 of 1",
     ),
     "a share that is none": (
         lambda: _narrow(2, replace(NARROW[2], nbytes=768)),

@@ -7,17 +7,18 @@ import pytest
 import torch
 from rank_models import batch, optimizer_named, state_of, words
 from sampled import sampled, sampled_rows
+from torch import nn
 from torch.nn import functional as F
 
 import zcompile
-from zcompile.errors import RanksDiffer
+from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
-from zcompile.frontend.replan import plan_in_force
+from zcompile.frontend.replan import Event, StepController, plan_in_force
 from zcompile.ir.partition import partition_of
-from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.planner import step_plan
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "stage": 3}
 BATCHES = 6
 """Of a step: they divide by 1, 2 and 3 ranks."""
@@ -214,6 +215,180 @@ def test_all_of_a_weight_is_kept_in_the_dtype_that_is_asked_for(pool):
         assert told["sent"]["gather"] == sum(parts[n].count * sizes[n] for n in cast)
 
 
+def in_two_dtypes(mesh):
+    """Trained in float16, all of each weight kept, and evaluated in float16 and bfloat16 in turn:
+    in how many weights are kept, and whether each evaluation has the bits of eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 160, bias=False), nn.Linear(160, 160, bias=False))
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
+    calls = {
+        dtype: torch.compile(model, backend="zinf", options={"param_dtype": dtype})
+        for dtype in (FP16, BF16)
+    }
+    made = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.randn(8, 160, generator=torch.Generator().manual_seed(3))
+    for _ in range(3):
+        with torch.autocast("cpu", FP16, cache_enabled=False):
+            loss = calls[FP16](x).square().mean()
+        loss.backward()
+        made.step()
+        made.zero_grad()
+    first, second = (torch.tensor(param.tolist()) for param in model.parameters())
+    alike = []
+    for dtype in (FP16, BF16, BF16, FP16):
+        with torch.no_grad(), torch.autocast("cpu", dtype, cache_enabled=False):
+            expected = F.linear(F.linear(x, first), second)
+            alike.append(torch.equal(calls[dtype](x), expected))
+    kept = zcompile.stats(model)["plan"]["whole"]
+    zcompile.close(model)
+    return kept, alike
+
+
+def test_what_is_kept_whole_is_read_in_its_own_dtype_alone(pool):
+    """bfloat16 and float16 have as many bytes."""
+    assert pool.run(in_two_dtypes, 2) == [(2, [True] * 4)] * 2
+
+
+def trained_in_two_dtypes(mesh):
+    """Each step has a backward in float16 and one in bfloat16: how many weights are kept whole, and
+    the bytes that the last step has sent, and was predicted to send."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(160, 160, bias=False), nn.Linear(160, 160, bias=False))
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
+    calls = {
+        dtype: torch.compile(model, backend="zinf", options={"param_dtype": dtype})
+        for dtype in (FP16, BF16)
+    }
+    made = torch.optim.SGD(model.parameters(), lr=1e-2)
+    x = torch.randn(8, 160, generator=torch.Generator().manual_seed(3))
+    for _ in range(PLANNED):
+        zcompile.stats(model, reset=True)
+        for dtype, call in calls.items():
+            with torch.autocast("cpu", dtype, cache_enabled=False):
+                loss = call(x).square().mean()
+            loss.backward()
+        made.step()
+        made.zero_grad()
+    stats = zcompile.stats(model)
+    bytes_sent = stats["fabric"]["bytes"]
+    zcompile.close(model)
+    sent = bytes_sent["gather"] + bytes_sent["exchange"]
+    return stats["plan"]["whole"], sent, stats["predicted"]["bytes"]["rank_to_rank"]
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_gathered_in_two_dtypes_is_not_kept_whole(pool):
+    kept, sent, predicted = zip(*pool.run(trained_in_two_dtypes, 2), strict=True)
+    assert kept == (0, 0)
+    assert sum(sent) == sum(predicted)
+
+
+def beside_copies_of_another_graph(mesh):
+    """What a rank gathers in a step with everything kept whole, behind an evaluation that was
+    compiled to read copies of shares."""
+    torch._dynamo.reset()
+    model = words()
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    evaluate = torch.compile(model, backend="zinf", options={"param_dtype": BF16})
+    stepped(model, run, made, mesh, range(STEPS))
+    with torch.no_grad():
+        next(losses_of(evaluate, STEPS, mesh.get_local_rank(), mesh.size()))
+    assert any(entry.copies for entry in session_behind(model).entries())
+    zcompile.stats(model, reset=True)
+    stepped(model, run, made, mesh, [STEPS])
+    sent = zcompile.stats(model)["fabric"]["bytes"]["gather"]
+    zcompile.close(model)
+    return sent
+
+
+def test_copies_of_another_graph_are_not_read_in_place_of_what_is_kept_whole(pool):
+    for rank, sent in enumerate(pool.run(beside_copies_of_another_graph, 2)):
+        cast = (p for n, p in words().named_parameters() if n != "table.weight")
+        parts = [partition_of(Layout.of(param), rank, 2) for param in cast]
+        assert sent == sum(part.count * 4 for part in parts if part is not None)
+
+
+def losing_wholes(mesh, steps):
+    """The state of ranks of which rank 0 loses its room for whole weights, and copies in low
+    precision pay; the numbers of weights that the last plan keeps whole, and of graphs that read
+    copies."""
+    torch._dynamo.reset()
+    model, rank = words(), mesh.get_local_rank()
+    fields = {"stage": 2, "device_memory": "1500KiB", "throttle": SLOW}
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    controller = session_behind(model).controller
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "NARROW_PAYS", ALWAYS)
+        for step in range(steps):
+            if step == STEPS and not rank:
+                assert controller.plan.wholes
+                controller._wholes.give_up("a test")
+                controller.handle(Event.ROOM_NEEDED)
+            stepped(model, run, made, mesh, [step])
+    plan, state = controller.plan, state_of(model, made)
+    zcompile.close(model)
+    return state, len(plan.wholes), len(plan.reads)
+
+
+@pytest.mark.slow
+def test_ranks_that_lose_what_is_kept_whole_read_copies(pool):
+    """Until rank 1 has given up what is whole it was not asked for copies, and nobody gives those
+    up."""
+    rows = pool.run(losing_wholes, 2, 2 * PLANNED)
+    plain = pool.run(trained, 1, {"residency": False}, 2 * PLANNED)
+    assert rows == [(plain[0][0], 0, 2)] * 2
+
+
+def evaluating(mesh, steps):
+    """Steps between which all ranks evaluate, for which rank 0 has no room with copies: after how
+    many of them a plan was in force that keeps copies, and how many plans there were."""
+    torch._dynamo.reset()
+    model, rank = words(), mesh.get_local_rank()
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, "device_memory": "700KiB", "throttle": SLOW})
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    session, kept = session_behind(model), 0
+    fits = StepController.too_large
+
+    def too_large(self, schedule, entries):
+        reads = any(not copy.whole for copy in schedule.copies)
+        if rank == 0 and reads and schedule.phase is Phase.FORWARD and not schedule.trains:
+            return BudgetExceeded("device", 0, 1, "a test", [], "")
+        return fits(self, schedule, entries)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_plan, "NARROW_PAYS", [ALWAYS, NEVER][rank])
+        patch.setattr(StepController, "too_large", too_large)
+        for step in range(steps):
+            for loss in losses_of(run, step, rank, mesh.size()):
+                loss.backward()
+            if step % 2:
+                with torch.no_grad():
+                    next(losses_of(run, step, rank, mesh.size()))
+            made.step()
+            made.zero_grad()
+            kept += bool(getattr(plan_in_force(session), "reads", None))
+    state, plans = state_of(model, made), session.controller._plans
+    zcompile.close(model)
+    return state, kept, plans
+
+
+@pytest.mark.slow
+def test_a_graph_that_has_no_room_for_copies_leaves_them_to_others(pool):
+    rows = pool.run(evaluating, 2, 2 * PLANNED)
+    plain = pool.run(trained, 1, {"residency": False}, 2 * PLANNED)
+    for state, kept, plans in rows:
+        assert state == plain[0][0]
+        assert kept >= PLANNED
+        assert plans <= 3
+
+
 def cut(self, ids, wanted):
     """A forward of two graphs, both of which read the head."""
     x = self.table(ids)
@@ -271,23 +446,153 @@ def test_hooks_and_several_contributions_see_wide_gradients(pool, param_dtype):
     assert pool.run(with_hooks_and_two_graphs, 2, 2, fields) == [expected] * 2
 
 
-def hooked_on_one_rank(mesh):
-    """What is said where a hook is there on one rank alone, whose gradient would cross wide."""
-    model = words()
-    zcompile.offload(model, mesh=mesh, **ROOMY)
+def hooked_on_one_rank(mesh, fields):
+    """The state after training where a hook is there on one rank alone; dtypes that it has seen,
+    and bytes of gradients that the last step has sent."""
+    torch._dynamo.reset()
+    model, seen = words(), set()
+    zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+    made = optimizer_named("adamw")(model.parameters())
     run = torch.compile(model, backend="zinf")
     if mesh.get_local_rank():
-        model.head.weight.register_hook(lambda grad: grad)
-    with pytest.raises(RanksDiffer) as refused:
-        next(losses_of(run, 0, mesh.get_local_rank(), mesh.size())).backward()
+        model.head.weight.register_hook(lambda grad: seen.add(grad.dtype))
+    for step in range(STEPS):
+        zcompile.stats(model, reset=True)
+        stepped(model, run, made, mesh, [step])
+    sent = zcompile.stats(model)["fabric"]["bytes"]["exchange"]
+    state = state_of(model, made)
     zcompile.close(model)
-    return str(refused.value)
+    return state, seen, sent
 
 
-def test_a_hook_on_one_rank_alone_is_refused_before_bytes_move(pool):
-    for said in pool.run(hooked_on_one_rank, 2):
-        assert "rank 1: backward of graph0" in said
-        assert "1 of gradients with hooks" in said
+@pytest.mark.parametrize("residency", sampled([True, False], False))
+def test_a_hook_on_one_rank_alone_lets_its_gradient_cross_wide_on_all(pool, alone, residency):
+    rows = pool.run(hooked_on_one_rank, 2, {"residency": residency})
+    assert [state for state, _, _ in rows] == [alone(2)] * 2
+    assert [seen for _, seen, _ in rows] == [set(), {torch.float32}]
+    for rank, (_, _, sent) in enumerate(rows):
+        part = partition_of(Layout.of(words().head.weight), rank, 2)
+        more = BATCHES // 2 * 2 * (part.numel - part.own_count)
+        assert sent == formula(rank, 2)["exchange"] + more
+
+
+def of_length(step, rank, length):
+    """Tokens of a rank whose batches have a length of their own."""
+    drawn = torch.Generator().manual_seed(1000 * step + rank)
+    ids = torch.randint(200, (2, length + 1), generator=drawn)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+def lengths_of(rank):
+    """Of the batches of each step: on rank 1 alone they change, so that graphs become dynamic."""
+    return [8 + (step if rank else 0) for step in range(STEPS + 1)]
+
+
+def of_lengths(mesh, fields):
+    """The state after training, and the losses of evaluations, of ranks whose batches have lengths
+    of their own; with `fields` None, as one process of plain PyTorch makes both of all batches."""
+    torch._dynamo.reset()
+    model = words()
+    here, call = [mesh.get_local_rank()], model
+    if fields is None:
+        here = range(2)
+    else:
+        zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+        call = torch.compile(model, backend="zinf")
+    made = optimizer_named("adamw")(model.parameters())
+    seen = {rank: [] for rank in here}
+    for step in range(STEPS + 1):
+        sums = {}
+        for rank in here:
+            tokens = of_length(step, rank, lengths_of(rank)[step])
+            with torch.autocast("cpu", BF16, cache_enabled=False):
+                loss = call(*tokens)
+            loss.backward()
+            for param in model.parameters() if fields is None else ():
+                part = param.grad * 0.5
+                sums[param] = sums[param] + part if param in sums else part
+                param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        made.step()
+        made.zero_grad()
+        for rank in here:
+            tokens = of_length(step, rank, lengths_of(rank)[-1 - step])
+            with torch.no_grad(), torch.autocast("cpu", BF16, cache_enabled=False):
+                seen[rank].append(call(*tokens).item())
+    state = state_of(model, made)
+    if fields is not None:
+        zcompile.close(model)
+    return state, seen
+
+
+@pytest.mark.parametrize("stage", sampled([3, "auto", 2], "auto"))
+def test_ranks_whose_batches_have_different_lengths_train_and_evaluate(pool, stage):
+    """One rank's graphs are dynamic, and the other's are not, and both ask each other alike."""
+    ((state, seen),) = pool.run(of_lengths, 1, None)
+    rows = pool.run(of_lengths, 2, {"stage": stage})
+    assert [row[0] for row in rows] == [state] * 2
+    assert {rank: losses for _, row in rows for rank, losses in row.items()} == seen
+
+
+def scaled(mesh, clip, fields=None, hooked=False):
+    """The state after steps in float16 with a GradScaler, of which rank 1 overflows in the third,
+    and the scale after each; with `fields` None, as one process of plain PyTorch makes both of the
+    batches of two ranks.
+
+    hooked  weights have hooks, so that their gradients cross wide
+    """
+    torch._dynamo.reset()
+    model = words()
+    here, call = [mesh.get_local_rank()], model
+    if fields is None:
+        here = range(2)
+    else:
+        zcompile.offload(model, mesh=mesh, **{**ROOMY, **fields})
+        call = torch.compile(model, backend="zinf")
+    for param in model.parameters() if hooked else ():
+        param.register_hook(lambda grad: grad)
+    made = optimizer_named("adam foreach")(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
+    scales = []
+    for step in range(STEPS + 3):
+        sums = {}
+        for rank in here:
+            with torch.autocast("cpu", FP16, cache_enabled=False):
+                loss = call(*batch(step, rank))
+            scaler.scale(loss * 1e8 if rank and step == 2 else loss).backward()
+            for param in model.parameters() if fields is None else ():
+                part = param.grad * 0.5
+                sums[param] = sums[param] + part if param in sums else part
+                param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        scaler.unscale_(made)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(made)
+        scaler.update()
+        made.zero_grad()
+        scales.append(scaler.get_scale())
+    state = state_of(model, made)
+    if fields is not None:
+        zcompile.close(model)
+    return state, scales
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"residency": False}, {"param_dtype": FP16}])
+def test_a_grad_scaler_sees_what_one_rank_alone_overflows(pool, fields):
+    (expected,) = pool.run(scaled, 1, 0.0)
+    assert expected[1][2] < expected[1][1], "that step is skipped"
+    assert pool.run(scaled, 2, 0.0, fields) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_gradients_that_cross_narrow_are_clipped_as_those_that_cross_wide(pool):
+    """A norm is added up over shares, and so has not the bits of one process."""
+    wide, *rest = pool.run(scaled, 2, 0.5, {"residency": False}, True)
+    assert [wide] * 3 == [*rest, *pool.run(scaled, 2, 0.5, {"residency": False})]
 
 
 def durably(mesh, disk):

@@ -49,6 +49,7 @@ from zcompile.passes.arrange import arrange
 from zcompile.passes.build_program import program_of
 from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.narrow_params import (
+    casts_shares,
     has_copies_to_read,
     reading_copies,
     with_copy_entries,
@@ -305,8 +306,8 @@ class _Graph:
         meter.count("regions", len(keys))
         meter.count("distinct_regions", len({*keys} - known))
         reader = SizeReader(gm.graph)
+        self._offer_copies(session, gm, told_as, sinks, schedule, fixed=not reader.names)
         if not reader.names:
-            self._offer_copies(session, gm, told_as, sinks, schedule)
             return boxed(_bound(self.session, lambda args: schedule))
 
         def counted(sizes: Sizes) -> MemoryProfile:
@@ -324,13 +325,22 @@ class _Graph:
         told_as: str,
         sinks: Mapping[NodeName, int],
         wide: Schedule,
+        fixed: bool,
     ) -> None:
-        """Tell the session what would read low-precision copies in place of `wide`, once it asks:
-        of several ranks on all, or on none."""
+        """Tell the session what would read low-precision copies in place of `wide`, once it asks.
+
+        Of several ranks all tell it, or none: whether they ask each other before a call must not
+        depend on `fixed`, that no size is dynamic, which is up to the batches of one rank.
+        """
         assert self.plan is not None
-        if self.config.may_read_copies and has_copies_to_read(gm.graph, self.plan):
-            make = partial(self._reading_copies, gm, told_as, sinks, wide)
-            session.may_read_copies(wide.serial, cache(make))
+        if not self.config.may_read_copies:
+            return
+        make = cache(partial(self._reading_copies, gm, told_as, sinks, wide))
+        if session.fabric is not None:
+            if casts_shares(gm.graph, self.plan):
+                session.may_read_copies(wide.serial, make if fixed else _reads_no_copies)
+        elif fixed and has_copies_to_read(gm.graph, self.plan):
+            session.may_read_copies(wide.serial, make)
 
     def _reading_copies(
         self, gm: fx.GraphModule, told_as: str, sinks: Mapping[NodeName, int], wide: Schedule
@@ -368,6 +378,10 @@ class _Graph:
         if not schedule.trains:
             return memory_profile(schedule, held)
         return replace(memory_profile(schedule, held, kept), ahead_bytes=joint.peak)
+
+
+def _reads_no_copies() -> None:
+    """What reads copies in place of a schedule of dynamic sizes: nothing does yet."""
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:

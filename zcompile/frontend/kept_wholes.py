@@ -13,8 +13,10 @@ With `stage="auto"` rank 0 chooses, at its own costs. The others see what it kee
 next step with that; if one of them has no room for it, rank 0 gives it up.
 
 Of copies in low precision a call reads all that its graph has casts for, or none; each rank makes
-its own of its share. They are chosen, agreed on and followed likewise. A plan keeps copies of one
-kind, so where ranks differ in that, for a step, they read none.
+its own of its share. They are chosen, agreed on and followed likewise. What rank 0 tells counts
+graph by graph, as one may have no room to read them where others have. A plan keeps copies of one
+kind, so where ranks differ in that, for a step, they read none; and while one of them still keeps
+weights whole, none in low precision are given up.
 
 With `stage=2` all keep everything, and what does not fit is an error. That is so for the first
 plan, before which nothing was kept. Where room goes later, as to a larger batch of an evaluation,
@@ -27,6 +29,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +41,7 @@ from zcompile.ir.types import EntryRef, Phase
 from zcompile.passes.arrange import keeping_wholes
 from zcompile.passes.keep_wholes import gathered_by
 from zcompile.planner.step_plan import StepPlan
-from zcompile.planner.whole_step import NO_WHOLES, gathered_in, whole_bytes_in
+from zcompile.planner.whole_step import NO_WHOLES, GatheredAs, gathered_as, gathered_in
 from zcompile.runtime.ranks.fabric import Fabric, digest_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.resident import copies_of
@@ -60,6 +63,22 @@ MOST_MADE = 256
 """Schedules that are remembered: one for each graph and what of it is out of date."""
 PATIENCE = 3
 """Steps in a row after which nobody waits any more for a rank to keep what is to be kept."""
+RECENT = 8
+"""What rank 0 has told of a graph counts for so many steps after its last call: steps of several
+kinds may come in turn, each with graphs of its own."""
+
+
+class _Told(NamedTuple):
+    """What rank 0 has told in the last call of a graph.
+
+    step    number of the step
+    kept    parameters that it keeps, of those that the graph gathers
+    copies  whether it keeps the copies in low precision that the graph would read
+    """
+
+    step: int
+    kept: frozenset[EntryRef]
+    copies: bool
 
 
 class KeptWholes:
@@ -70,17 +89,21 @@ class KeptWholes:
         self._controller = weakref.ref(controller)
         self._read: dict[int, tuple[EntryIndex, ...]] = {}
         self._made: dict[tuple[int, bytes], Schedule] = {}
-        self._of_first: dict[EntryRef, bool] = {}
-        """Of each parameter, whether rank 0 keeps it."""
+        self._step = 0
+        """Number of the step that is on its way."""
+        self._of_first: dict[int, _Told] = {}
+        """Of each schedule that was called lately, what rank 0 keeps of what it reads."""
         self._alone = Counter[EntryRef]()
         """Of each parameter that is to be kept, the steps in a row in which a rank did not."""
         self._seen_alone: set[EntryRef] = set()
         self._gave_up = self._were_kept = False
-        self._first_reads_copies = False
-        """Whether rank 0 keeps copies in low precision."""
         self._copies_alone = 0
-        """Steps in a row in which rank 0 kept such copies, and another rank did not."""
-        self._seen_copies_alone = self._gave_up_copies = False
+        """Steps in a row in which rank 0 read copies in low precision, and another rank did not in
+        any call."""
+        self._readers: set[int] = set()
+        """Ranks that have read such copies in a call of this step."""
+        self._seen_wholes = self._gave_up_copies = False
+        """Whether a rank has kept anything whole in this step; whether no copies are kept."""
 
     @property
     def session(self) -> Session:
@@ -132,7 +155,7 @@ class KeptWholes:
             return gathered
         if not self._fabric.rank:
             return None
-        return frozenset(ref for ref in gathered if self._of_first.get(ref))
+        return gathered & self._kept_by_first
 
     def wants_copies(self) -> bool | None:
         """Whether a plan is to keep copies in low precision; None: it chooses."""
@@ -141,6 +164,17 @@ class KeptWholes:
         if self.session.fabric is None or not self._fabric.rank:
             return None
         return self._first_reads_copies
+
+    @property
+    def _kept_by_first(self) -> frozenset[EntryRef]:
+        """The parameters that rank 0 keeps, as far as it has told."""
+        return frozenset(ref for told in self._of_first.values() for ref in told.kept)
+
+    @property
+    def _first_reads_copies(self) -> bool:
+        """Whether rank 0 reads copies in low precision in any graph: where one has no room to, as
+        in an evaluation, others may."""
+        return any(told.copies for told in self._of_first.values())
 
     def give_up_copies(self, because: object) -> None:
         """Keep no copies in low precision from here on.
@@ -168,32 +202,35 @@ class KeptWholes:
             )
         self._gave_up = True
 
-    def step_ended(self, plan: StepPlan) -> bool:
+    def step_ended(self, plan: StepPlan | None) -> bool:
         """Whether the plan in force keeps something else than it should, when a step has ended."""
-        changes = self._wholes_change(plan), self._copies_change(plan)
-        return any(changes)
+        changes = plan is not None and any([self._wholes_change(plan), self._copies_change(plan)])
+        self._step += 1
+        self._seen_alone, self._readers, self._seen_wholes = set(), set(), False
+        told = self._of_first.items()
+        self._of_first = {n: row for n, row in told if self._step - row.step < RECENT}
+        return changes
 
     def _copies_change(self, plan: StepPlan) -> bool:
         """As `step_ended`, of copies in low precision."""
-        alone, self._seen_copies_alone = self._seen_copies_alone, False
         if not self.agrees or self._gave_up_copies:
             return bool(plan.reads) and self.agrees
         if self._fabric.rank:
-            return bool(plan.reads) != self._first_reads_copies
-        self._copies_alone = self._copies_alone + 1 if alone else 0
+            return not plan.wholes and bool(plan.reads) != self._first_reads_copies
+        alone = 0 in self._readers and len(self._readers) < self._fabric.size
+        # Who still keeps everything whole keeps no copies, and is waited for otherwise.
+        self._copies_alone = self._copies_alone + 1 if alone and not self._seen_wholes else 0
         if self._copies_alone >= PATIENCE:
             self.give_up_copies("another rank has no room for them")
         return self._gave_up_copies
 
     def _wholes_change(self, plan: StepPlan) -> bool:
         """As `step_ended`, of what is kept whole."""
-        seen, self._seen_alone = self._seen_alone, set()
         if not self.may_keep or self._gave_up:
             return False
         if self._fabric.rank and not self.is_asked_for:
-            of_first = {ref for ref, kept in self._of_first.items() if kept}
-            return plan.wholes != of_first & plan.step.facts.keys()
-        self._alone = Counter({ref: self._alone[ref] + 1 for ref in seen})
+            return plan.wholes != self._kept_by_first & plan.step.facts.keys()
+        self._alone = Counter({ref: self._alone[ref] + 1 for ref in self._seen_alone})
         if max(self._alone.values(), default=0) >= PATIENCE:
             self.give_up("another rank has no room for them any more")
         return self._gave_up
@@ -216,11 +253,10 @@ class KeptWholes:
         wholes = self._own(schedule, entries)
         copies = offers and self._reads_copies(schedule, entries)
         own = bytes([*wholes, copies])
-        text = f"of {schedule.name}: {sum(map(bool, wholes))} of {len(wholes)} weights are kept "
-        text += f"whole, copies in low precision are {'' if copies else 'not '}"
-        told = self._fabric.compare(
-            schedule.call_kind, digest_of(own), len(own), offers, text=f"{text}kept"
-        )
+        text = f"of {schedule.name}: copies in low precision are {'' if copies else 'not '}kept"
+        if wholes:
+            text += f", {sum(map(bool, wholes))} of {len(wholes)} weights are kept whole"
+        told = self._fabric.compare(schedule.call_kind, digest_of(own), len(own), text=text)
         if len(set(told)) == 1:
             self._note(schedule, entries, [own])
             return self._reading(schedule, own)
@@ -247,14 +283,15 @@ class KeptWholes:
     def _reads_copies(self, schedule: Schedule, entries: Sequence[Entry]) -> bool:
         """Whether this rank keeps all copies in low precision that a call would read, and has room
         to read them."""
-        if not any(entry.copies for entry in entries):
-            return False
-        narrow, controller = self.session.reading_copies(schedule.serial), self._controller()
+        controller = self._controller()
+        assert controller is not None, "it asks"
+        if not controller.plans_copies:
+            return False  # what exists for another graph, which was compiled to read it
+        narrow = self.session.reading_copies(schedule.serial)
         if narrow is None or any(
             c.cast.copy_dtype not in entries[c.entry].copies for c in narrow.copies
         ):
             return False
-        assert controller is not None, "it asks"
         return controller.too_large(narrow, (*entries, *copies_of(narrow, entries))) is None
 
     def _own(self, schedule: Schedule, entries: Sequence[Entry]) -> bytes:
@@ -272,8 +309,8 @@ class KeptWholes:
         """What this rank keeps of what a call gathers, in the dtype that it is gathered in."""
         if not self._read[schedule.serial]:
             return b""
-        sizes = whole_bytes_in(schedule)
-        return bytes(_state(entries[n], sizes[n]) for n in self._read[schedule.serial])
+        reads = gathered_as(schedule)
+        return bytes(_state(entries[n], reads[n]) for n in self._read[schedule.serial])
 
     def _too_large(
         self, schedule: Schedule, entries: Sequence[Entry], states: bytes
@@ -304,19 +341,22 @@ class KeptWholes:
     def _note(self, schedule: Schedule, entries: Sequence[Entry], every: Sequence[bytes]) -> None:
         """Remember what the ranks have told; `every`: one row, if all told the same."""
         refs = [entries[n].ref for n in self._read[schedule.serial]]
+        if len(every) == 1:
+            every = list(every) * self._fabric.size
         *wholes, copies = zip(*every, strict=True)
-        if self.session.offers_copies(schedule.serial):
-            self._first_reads_copies = bool(copies[0])
-            self._seen_copies_alone |= bool(copies[0]) and not all(copies)
+        self._readers.update(rank for rank, reads in enumerate(copies) if reads)
+        kept = frozenset(ref for ref, states in zip(refs, wholes, strict=True) if states[0])
+        self._of_first[schedule.serial] = _Told(self._step, kept, bool(copies[0]))
         for ref, states in zip(refs, wholes, strict=True):
-            self._of_first[ref] = states[0] != Kept.NOT_KEPT
-            to_be_kept = self.is_asked_for or self._of_first[ref]
+            self._seen_wholes |= any(states)
+            to_be_kept = self.is_asked_for or ref in kept
             if to_be_kept and any(states) and Kept.NOT_KEPT in states:
                 self._seen_alone.add(ref)
 
 
-def _state(entry: Entry, nbytes: int) -> Kept:
-    """nbytes  that a call gathers; what is kept may be of another dtype, that of another call"""
-    if entry.whole is None or entry.whole[0].nbytes != nbytes:
+def _state(entry: Entry, read: GatheredAs) -> Kept:
+    """read  how a call gathers it; what is kept may be of another dtype, that of another call"""
+    kept = entry.whole
+    if kept is None or (kept.entry.nbytes, kept.dtype) != read:
         return Kept.NOT_KEPT
     return Kept.UP_TO_DATE if entry.has_whole else Kept.OUT_OF_DATE

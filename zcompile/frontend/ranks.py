@@ -43,11 +43,12 @@ ALIKE = (
     "device",
     "durable",
     "stage",
-    "may_keep_wholes",
-    "may_read_copies",
     "param_dtype",
 )
-"""Of a config, what decides what crosses between ranks."""
+"""Of a config, what decides what crosses between ranks. What `torch.compile(options=)` says instead
+is compared with the collectives of each call."""
+DERIVED = ("may_keep_wholes", "may_read_copies")
+"""What decides it too, and follows from fields of `ALIKE` and from `residency`."""
 
 
 def open_fabric(config: Config) -> Fabric | None:
@@ -148,10 +149,12 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
 
     raises  RanksDiffer
     """
-    rows = {name: str(getattr(config, name)) for name in ALIKE}
+    rows = {name: str(getattr(config, name)) for name in (*ALIKE, "residency")}
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
     text = ", ".join(f"{name}={value}" for name, value in rows.items())
-    fabric.agree("offload a model", text, text=text)
+    same = {name: value for name, value in rows.items() if name != "residency"}
+    derived = [getattr(config, name) for name in DERIVED]
+    fabric.agree("offload a model", sorted(same.items()), derived, text=text)
 
 
 def check_stage(

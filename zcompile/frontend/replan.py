@@ -162,10 +162,12 @@ class StepController(Rescheduling):
         every call used something that is gone by now, and after the last plan that a run may
         have."""
         self._seen += 1
-        if self._seen < WARM_UP or self._plans > MOST_PLANS:
+        unplanned = self._seen < WARM_UP or self._plans > MOST_PLANS
+        change = self._wholes.step_ended(None if unplanned else self.plan)
+        if unplanned:
             return
         self._last = self._of_alive(step)
-        if self.plan is not None and self._wholes.step_ended(self.plan):
+        if change:
             self.handle(Event.WHOLES_CHANGE)
         if not self._last.calls:
             return
@@ -322,7 +324,11 @@ class StepController(Rescheduling):
         raises  BudgetExceeded, Unsupported, DiskUnusable, if all must be kept whole
         """
         try:
-            return self.planned(self._base)
+            plan = self.planned(self._base)
+            # What keeps weights whole was not tried with copies, and says nothing of their room.
+            if self._wholes.wants_copies() and not (plan.reads or plan.wholes):
+                self._wholes.give_up_copies("this rank has no room for them, or no plan with them")
+            return plan
         except NOT_PLANNED as error:
             if self._wholes.is_required:
                 if not isinstance(error, BudgetExceeded):
@@ -360,7 +366,7 @@ class StepController(Rescheduling):
 
     def planned(self, step: StepTrace) -> StepPlan:
         """The plan for a step like this one, before the next begins: gradients that are alive then
-        may not stay.
+        may not stay. It may be thrown away: nothing changes.
 
         raises  BudgetExceeded, Unsupported, DiskUnusable
         """
@@ -370,7 +376,7 @@ class StepController(Rescheduling):
         )
         kept = frozenset(alive if self._may_stay else step.facts)
         with gc_paused():
-            plan = plan_of(
+            return plan_of(
                 self.session,
                 step,
                 self.costs(),
@@ -378,11 +384,8 @@ class StepController(Rescheduling):
                 kept,
                 self._may_be_late,
                 self._wholes.wanted(step),
-                wanted := self._wholes.wants_copies(),
+                self._wholes.wants_copies(),
             )
-        if wanted and not plan.reads:
-            self._wholes.give_up_copies("this rank has no room for them, or no plan with them")
-        return plan
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -438,16 +441,17 @@ class StepController(Rescheduling):
         entries = {entry.ref: entry for entry in session.entries()}
         made: dict[EntryRef, str] = {}
         try:
+            dtypes = dtypes_of_copies(plan, whole=True)
             for ref in plan.wholes:
                 fact, entry = plan.step.facts[ref.copy], entries.get(ref)
                 if entry is None:
                     continue  # it has gone since: no call reads it any more
                 whole = session.create(fact.name, EntryKind.COPY, fact.nbytes, copy_of=entry.key)
-                entry.keep_whole(whole)
+                entry.keep_whole(whole, dtypes[ref.copy])
                 if not whole.on_device:
                     raise TierFull(fact.name, fact.nbytes, [session.homes.device.usage()])
                 made[ref.copy] = whole.home
-            for ref, dtype in copied(plan).items():
+            for ref, dtype in dtypes_of_copies(plan, whole=False).items():
                 fact, entry = plan.step.facts[ref], entries.get(ref.owner)
                 if entry is None:
                     continue
@@ -457,9 +461,11 @@ class StepController(Rescheduling):
         except TierFull as error:
             log.info("no copies of weights are kept: %s", error)
             self._drop_copies()
+            if not plan.wholes:
+                self._wholes.give_up_copies(error)
+                return None
             if self._wholes.is_required:
                 raise
-            self._wholes.give_up_copies(error)
             self._wholes.give_up(error)
             return None
         self._holds_wholes = bool(plan.wholes)
@@ -505,13 +511,17 @@ class StepController(Rescheduling):
         """Whether a plan is in force, or an entry rests on the device that could not leave."""
         return self.plan is not None or bool(self.session.homes.device.planned_bytes)
 
+    @property
+    def plans_copies(self) -> bool:
+        """Whether the plan in force keeps copies in low precision."""
+        return self.plan is not None and bool(self.plan.reads)
+
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """`schedule`, or the one that reads low-precision copies in its place, if the plan keeps
         one of each that it reads; of several ranks, the one that reads what all of them keep."""
         if self._wholes.agrees:
             return self._wholes.agreed(schedule, entries)
-        plan = self.plan
-        if plan is None or not plan.reads or schedule.phase is Phase.STEP:
+        if not self.plans_copies or schedule.phase is Phase.STEP:
             return schedule
         narrow = self.session.reading_copies(schedule.serial)
         if narrow is None:
@@ -527,13 +537,14 @@ class StepController(Rescheduling):
         return call.making(self.plan.placement.stay)
 
 
-def copied(plan: StepPlan) -> dict[EntryRef, torch.dtype]:
-    """The low-precision copies of a plan, and their dtypes."""
+def dtypes_of_copies(plan: StepPlan, whole: bool) -> dict[EntryRef, torch.dtype]:
+    """The copies of a plan, and their dtypes: those in low precision, or those of the shares of all
+    ranks (`whole`)."""
     return {
         call.entries[len(call.schedule.handles) + n]: copy.cast.copy_dtype
         for call in plan.step.calls
         for n, copy in enumerate(call.schedule.copies)
-        if not copy.whole
+        if copy.whole is whole
     }
 
 

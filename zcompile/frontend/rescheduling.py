@@ -166,6 +166,11 @@ class Rescheduling:
         """Entries move, or the arena gets another size: what was arranged is not for that."""
         self._arranged.clear()
 
+    @property
+    def plans_copies(self) -> bool:
+        """Whether a plan is in force by which calls read copies in low precision."""
+        return False
+
     def narrowed(self, schedule: Schedule, entries: Sequence[Entry]) -> Schedule:
         """`schedule`, or the one that reads copies of these entries in its place."""
         return schedule

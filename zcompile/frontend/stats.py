@@ -95,7 +95,7 @@ def _stage(session: Session) -> dict[str, Any]:
     Between the stages, where some are, it is the third.
     """
     shared = [e for e in session.entries() if e.kind is EntryKind.PARAM and e.partition]
-    wholes = [entry.whole[0] for entry in shared if entry.whole is not None]
+    wholes = [entry.whole.entry for entry in shared if entry.whole is not None]
     return {
         "stage": 2 if shared and len(wholes) == len(shared) else 3,
         "gathered": len(shared),

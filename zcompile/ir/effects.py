@@ -127,6 +127,7 @@ class Effects(NamedTuple):
     fills         `writes_slot` has all its bytes afterwards, with those that were written before
     each          every rank gets all `nbytes` of each rank, and not only a share
     bucket        gradients that it puts into the bucket of the call, or that cross with it
+    viewed_as     dtype of the tensors over `views`
     """
 
     kind: str
@@ -153,6 +154,7 @@ class Effects(NamedTuple):
     fills: bool = False
     each: bool = False
     bucket: tuple[Piece, ...] = ()
+    viewed_as: torch.dtype | None = None
 
     @property
     def is_collective(self) -> bool:

@@ -241,6 +241,7 @@ class Wait:
             views=self.slot,
             after=(self.ticket,),
             slot_begin=self.offset,
+            viewed_as=self.layout.dtype,
         )
 
 

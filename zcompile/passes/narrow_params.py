@@ -128,9 +128,28 @@ def reading_copies(graph: fx.Graph, plan: GraphPlan) -> fx.Graph | None:
 
 
 def has_copies_to_read(graph: fx.Graph, plan: GraphPlan) -> bool:
-    """Whether the graph of one phase reads large parameters only after a cast: of those that
-    several ranks train, such as they hold shares of. That is so on all of them, or on none."""
+    """Whether the graph of one phase reads large parameters only after a cast."""
     return next(_read_after_casts(graph, plan), None) is not None
+
+
+def casts_shares(graph: fx.Graph, plan: GraphPlan) -> bool:
+    """Whether the graph of one phase narrows any parameter that is gathered.
+
+    That is so on all ranks or on none: it asks for nothing that is up to what one of them measures,
+    or to the sizes of its batches. Where it is so and nothing could come as a copy, as of a
+    parameter that is read wide as well, ranks ask each other in vain.
+    """
+    waits = (
+        wait
+        for fetch in find(graph, ops.fetch)
+        if plan.spec_of(fetch).share is not None
+        for wait in fetch.users
+    )
+    return any(
+        user.target in CASTS and user.meta["val"].dtype.itemsize < wait.meta["val"].dtype.itemsize
+        for wait in waits
+        for user in wait.users
+    )
 
 
 class _ReadAfterCasts(NamedTuple):

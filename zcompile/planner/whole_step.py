@@ -13,6 +13,9 @@ same (`frontend/kept_wholes.py`). They are taken in an order that is up to the g
 from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
@@ -42,17 +45,17 @@ def gathered_in(step: StepTrace) -> list[Gathered]:
     """The parameters that a step, as it was recorded, gathers: first those of which keeping a byte
     saves most, then in the order of the step. Without those that come in two dtypes, as graphs of
     their own may read them (`param_dtype`)."""
-    times, sizes = Counter[EntryRef](), dict[EntryRef, int]()
+    times, sizes = Counter[EntryRef](), dict[EntryRef, GatheredAs]()
     mixed = set[EntryRef]()
     written = _written_in(step)
     for call in step.calls:
         for index in gathered_by(call.schedule) if call.phase is not Phase.STEP else ():
-            ref, nbytes = call.entries[index], whole_bytes_in(call.schedule)[index]
-            if sizes.setdefault(ref, nbytes) != nbytes:
+            ref, read = call.entries[index], gathered_as(call.schedule)[index]
+            if sizes.setdefault(ref, read) != read:
                 mixed.add(ref)
             times[ref] += 1
     alike = {ref: n for ref, n in times.items() if ref not in mixed}
-    found = [Gathered(ref, sizes[ref], n - (ref in written)) for ref, n in alike.items()]
+    found = [Gathered(ref, sizes[ref].nbytes, n - (ref in written)) for ref, n in alike.items()]
     return sorted(found, key=lambda row: -row.saves)
 
 
@@ -124,9 +127,18 @@ def _written_by(call: StepCall) -> set[EntryRef]:
     }
 
 
-def whole_bytes_in(schedule: Schedule) -> dict[EntryIndex, int]:
-    """Bytes of all shares of each entry that a schedule, as it was compiled, gathers: in the dtype
-    that they are gathered in."""
+class GatheredAs(NamedTuple):
+    """How a schedule gathers a parameter: bytes of all shares, in the dtype they are gathered in.
+
+    Two dtypes may have as many bytes.
+    """
+
+    nbytes: int
+    dtype: torch.dtype
+
+
+def gathered_as(schedule: Schedule) -> dict[EntryIndex, GatheredAs]:
+    """How a schedule, as it was compiled, gathers each entry of which it does."""
     assert schedule.program is not None, "of a graph"
     values = reversed(schedule.program.values)
-    return {v.entry: v.nbytes for v in values if v.share is not None}
+    return {v.entry: GatheredAs(v.nbytes, v.layout.dtype) for v in values if v.share is not None}

@@ -53,7 +53,7 @@ from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
-from zcompile.runtime.ranks.fabric import Fabric, digest_of, told_to_ranks
+from zcompile.runtime.ranks.fabric import Fabric, Marked, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import (
     MakeCopy,
@@ -506,8 +506,11 @@ class _Call:
         self.made: list[Entry] = []
         self.bucket: list[tuple[Leaf, Tensor]] = []
         """Small gradients, [numel] each, until they are exchanged."""
-        self.widened: set[EntryIndex] = set()
-        """Entries whose gradients, narrow as they are made, are exchanged in their own dtype."""
+        self.hooked: Marked | None = None
+        """Which narrow gradients each rank has hooks of, in the order of their entries."""
+        self.widened: set[EntryIndex] | None = None
+        """Entries whose gradients, narrow as they are made, are exchanged in their own dtype, since
+        a rank has hooks of them; None: that was not looked at yet."""
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -654,10 +657,7 @@ class _Call:
         if cast is not None:
             nbytes = nbytes // cast.copy_dtype.itemsize * cast.dtype.itemsize
         most = self.held.rises().departing or self.schedule.departing_bytes
-        if in_flight.exceeds(nbytes, most):
-            self._count_stall(partial(in_flight.expect, nbytes, most))
-        else:
-            in_flight.expect(nbytes, most)
+        self._expect(nbytes, most)
         grad, freed = self.values[reduce.value], NO_STORAGES
         if reduce.drop:
             self.values[reduce.value], freed = None, self.held.gives(reduce.value)
@@ -682,18 +682,34 @@ class _Call:
             self.gradients.take(leaf, grad, offset, after)
         in_flight.sent(nbytes, freed, stays=reduce.stays and held is not None)
 
+    def _expect(self, nbytes: int, most: int) -> None:
+        """Let compute join gradients in flight until these bytes more fit into `most`."""
+        if self.in_flight.exceeds(nbytes, most):
+            self._count_stall(partial(self.in_flight.expect, nbytes, most))
+        else:
+            self.in_flight.expect(nbytes, most)
+
     def _agree(self, agree: Agree) -> None:
         """Start comparing with the other ranks which collectives this call has, over what."""
         fabric, entries, gradients = self._fabric, self.entries, self.gradients.exchanged
         names = [(kind, entries[at].name, nbytes) for kind, at, nbytes in self.schedule.collectives]
         text = f"of {self.schedule.name}: {len(names)} collectives"
-        narrow = self.schedule.narrow_gradients
-        self.widened = {at for at in narrow if gradients.sees_wide(self.leaves[at])}
-        hooked = [entries[at].name for at in sorted(self.widened)]
-        if hooked:
-            text += f", {len(hooked)} of gradients with hooks"
-        detail = digest_of(names, hooked)
-        self.tickets[agree.ticket] = fabric.begin_agreement(agree.name, detail, text)
+        narrow = sorted(self.schedule.narrow_gradients)
+        hooked = bytes(gradients.sees_wide(self.leaves[at]) for at in narrow)
+        detail = digest_of(names, [entries[at].name for at in narrow])
+        self.hooked = fabric.begin_agreement(agree.name, detail, text, hooked)
+        self.tickets[agree.ticket] = self.hooked.ticket
+
+    def _crosses_wide(self, entry: EntryIndex) -> bool:
+        """Whether a gradient that is made narrow is exchanged in its parameter's dtype, as any rank
+        has a hook that is to see it so."""
+        if self.widened is None:
+            assert self.hooked is not None, "it was agreed on"
+            self._join(self.hooked.ticket)
+            some = self.hooked.every.amax(0).tolist()
+            rows = zip(sorted(self.schedule.narrow_gradients), some, strict=True)
+            self.widened = {at for at, wide in rows if wide}
+        return entry in self.widened
 
     def _gather(self, gather: Gather) -> None:
         whole = self.store.arena.slot(gather.slot.address, gather.nbytes)
@@ -709,12 +725,19 @@ class _Call:
         after = self._after(x.after) or [self.store.device.mark()]
         grad, cast = self.values[x.value], self.schedule.narrow_gradients.get(x.entry)
         narrow = cast is not None and grad.dtype is cast.copy_dtype
-        if narrow and x.entry in self.widened:
+        widens = cast is not None and narrow and self._crosses_wide(x.entry)
+        wide_bytes = 0
+        if widens:
             assert cast is not None, "it is narrow"
+            wide_bytes = grad.numel() * cast.dtype.itemsize
+            self._expect(wide_bytes, self.schedule.departing_bytes)
             grad, narrow, after = grad.to(cast.dtype), False, [*after, self.store.device.mark()]
-        grad = self.gradients.exchanged.before(leaf, grad, narrow)
+        wide, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow)
         made = self._fabric.exchange(grad, entry.partition, entry.name, after)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
+        if widens:
+            self.in_flight.note(wide, made.ticket)
+            self.in_flight.sent(wide_bytes, NO_STORAGES)
 
     def _exchange_bucket(self, x: ExchangeBucket) -> None:
         """Start exchanging small gradients; what all ranks make of each becomes that."""

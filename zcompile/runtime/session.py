@@ -413,8 +413,8 @@ class Session(Store):
         self._reading[serial] = make
 
     def offers_copies(self, serial: int) -> bool:
-        """Whether a schedule reads parameters after a cast, so that copies could be read in its
-        place if there is room: that of several ranks on all, or on none."""
+        """Whether a schedule reads parameters after a cast, so that copies may be read in its place
+        if there is room, or could be on another rank: so it is on all ranks, or on none."""
         return serial in self._reading
 
     def reading_copies(self, serial: int) -> Schedule | None:

@@ -33,9 +33,11 @@ instruction.
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.byte_ranges import ByteRanges
-from zcompile.ir.effects import COMPUTE, FABRIC, IN, OUT, Effects, HomeAccess
+from zcompile.ir.effects import COMPUTE, ENTRY, FABRIC, IN, OUT, Effects, HomeAccess
 from zcompile.ir.handover import Handover
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
@@ -178,10 +180,20 @@ class Walk:
         self.keeping = {EntryIndex(at): copy for at, copy in wholes if copy.made}
         """Entries in which what is gathered is still to be kept."""
         self.wholes = frozenset(EntryIndex(at) for at, _ in wholes)
+        copies = ((own + n, copy.cast.copy_dtype) for n, copy in enumerate(schedule.copies))
+        self._copies = {EntryIndex(at): dtype for at, dtype in copies}
         self.part: tuple[int, int, str] | None = None
         """Which share this rank has, of how many, and of what was gathered first."""
         self.last_collective: dict[str, Transfer] = {}
         """The collective of each kind that was started last."""
+
+    def copy_dtype(self, x: Effects) -> torch.dtype | None:
+        """The dtype of the copy that a fetch brings; None: it brings none."""
+        if x.home is None:
+            return None
+        if x.home.role is not ENTRY:
+            return x.home.copy_dtype
+        return self._copies.get(x.home.entry)
 
     def written(self) -> list[Hashable]:
         """The entries whose bytes it writes."""
@@ -518,6 +530,9 @@ class Proof:
             raise walk.fail(f"it waits for ticket {waits}, the bytes come with {use.taker.ticket}")
         if not use.holds(x.slot_begin, x.nbytes):
             raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes {_brought(x, use)}")
+        copied = walk.copy_dtype(use.taker)
+        if copied is not None and x.viewed_as is not copied:
+            raise walk.fail(f"{x.name!r} is read as {x.viewed_as}, and is a copy in {copied}")
         if use in walk.unread:
             if walk.unread[0] is not use:
                 first = walk.unread[0].name
@@ -600,8 +615,9 @@ def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:
 
 
 def _is_a_share(walk: Walk, x: Effects, use: SlotUse) -> None:
-    """Check that what this rank brings to a gather is its share: in the dtype of the gather, and as
-    with the other gathers, of as many ranks."""
+    """Check that what this rank brings to a gather is a share, and as with the other gathers, the
+    same one of as many: as one in another dtype would not be. Its dtype is compared where a copy is
+    read."""
     begin, nbytes = use.taker.slot_begin, use.taker.nbytes
     if not nbytes or x.nbytes % nbytes or begin % nbytes:
         raise walk.fail(
@@ -609,6 +625,10 @@ def _is_a_share(walk: Walk, x: Effects, use: SlotUse) -> None:
             "gathered"
         )
     rank, ranks = begin // nbytes, x.nbytes // nbytes
+    if rank >= ranks:
+        raise walk.fail(
+            f"{x.name!r} is gathered with this rank's share as number {rank} of {ranks}"
+        )
     if walk.part is None:
         walk.part = rank, ranks, x.name
     elif walk.part[:2] != (rank, ranks):

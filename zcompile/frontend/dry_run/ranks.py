@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zcompile.frontend.dry_run.device import blank
 from zcompile.ir.partition import Partition
-from zcompile.runtime.ranks.fabric import Exchanged, Fabric
+from zcompile.runtime.ranks.fabric import Exchanged, Fabric, Marked
 from zcompile.runtime.transfer.ticket import Promise, Ticket
 
 
@@ -35,8 +35,8 @@ class DryRunFabric(Fabric):
     def compare(self, what: str, value: bytes, *detail: object, text: str = "") -> list[bytes]:
         return [value] * self.size
 
-    def begin_agreement(self, what: str, detail: bytes, text: str) -> Promise:
-        return _done()
+    def begin_agreement(self, what: str, detail: bytes, text: str, marks: bytes = b"") -> Marked:
+        return Marked(torch.tensor([list(marks)], dtype=torch.uint8), _done())
 
     def rows(self, own: Tensor) -> Tensor:
         return own.reshape(1, -1).expand(self.size, -1)

@@ -187,6 +187,16 @@ class Exchanged(NamedTuple):
     ticket: Promise
 
 
+class Marked(NamedTuple):
+    """What each rank has marked, told with an agreement.
+
+    every  uint8 [ranks, marks]: there once `ticket` is complete
+    """
+
+    every: Tensor
+    ticket: Promise
+
+
 class Fabric:
     """The ranks of one session, and what crosses between them.
 
@@ -256,13 +266,40 @@ class Fabric:
         self._begin_agreement(what, digest_of(*detail), value, text, records).wait()
         return [(record.value, record.text) for record in records]
 
-    def begin_agreement(self, what: str, detail: bytes, text: str) -> Promise:
-        """As `agree`, and does not wait: who waits for the ticket raises what that raises."""
-        return self._begin_agreement(what, detail, bytes(DIGEST_BYTES), text, [])
+    def begin_agreement(self, what: str, detail: bytes, text: str, marks: bytes = b"") -> Marked:
+        """As `agree`, and does not wait: who waits for the ticket raises what that raises.
+
+        marks  of this rank: a byte of 0 or 1 each, as many on all ranks
+        """
+        found: list[Record] = []
+        every = torch.zeros(self.size, len(marks), dtype=torch.uint8)
+        every[self.rank] = torch.tensor(list(marks), dtype=torch.uint8)
+        value = digest_of(marks)
+
+        def tell() -> None:
+            if len({record.value for record in found}) == 1:
+                every[:] = every[self.rank]
+                return
+            others, own = self._others(), every[self.rank].clone()
+            self._lanes["agree"].messages(
+                f"tell marks of {what}",
+                [(r, own) for r in others],
+                [(r, every[r]) for r in others],
+            )
+            self.moved["agree"][0] += len(marks) * len(others)
+
+        return Marked(every, self._begin_agreement(what, detail, value, text, found, tell))
 
     def _begin_agreement(
-        self, what: str, detail: bytes, value: bytes, text: str, found: list[Record]
+        self,
+        what: str,
+        detail: bytes,
+        value: bytes,
+        text: str,
+        found: list[Record],
+        then: Callable[[], None] = lambda: None,
     ) -> Promise:
+        """then  is called when all have told the same, behind that and in its lane"""
         self._calls += 1
         own = Record(self._calls, detail, value, what, text)
         self._watch.note(f"{what} {text}".strip())
@@ -278,6 +315,7 @@ class Fabric:
             )
             found.extend(map(Record.unpacked, rows))
             _check_same(found)
+            then()
 
         return self._submit("agree", f"agree on {what}", compare, (), RECORD_BYTES)
 

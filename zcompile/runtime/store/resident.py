@@ -183,7 +183,8 @@ def _copy(entry: Entry, read: CopyRead) -> Entry:
     if not read.whole:
         return entry.copies[read.cast.copy_dtype][0]
     assert entry.whole is not None, "a call that reads it was asked for"
-    return entry.whole[0]
+    assert entry.whole.dtype is read.cast.copy_dtype, "it was asked for in this dtype"
+    return entry.whole.entry
 
 
 def wholes_begin(schedule: Schedule, entries: Sequence[Entry]) -> list[tuple[Entry, int]]:

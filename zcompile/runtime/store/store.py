@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -146,6 +146,18 @@ NEVER = -1
 """The version of no entry: that of a copy which has no value yet."""
 
 
+class Whole(NamedTuple):
+    """The shares of all ranks of a parameter, kept on this one.
+
+    dtype    of its elements: the one that calls gather the parameter in which it is kept for
+    version  of the parameter, that it was gathered at; `NEVER`: it has no value
+    """
+
+    entry: "Entry"
+    dtype: torch.dtype
+    version: int
+
+
 class Entry:
     """Bytes that the store keeps. Reads give zeros until something is written.
 
@@ -199,7 +211,7 @@ class Entry:
         self.waits: Waits | None = None
         self.sources: tuple[Source, ...] = ()
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
-        self.whole: tuple[Entry, int] | None = None
+        self.whole: Whole | None = None
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self.narrow: Cast | None = None
@@ -269,21 +281,22 @@ class Entry:
         copy, _ = self.copies[dtype]
         self.copies[dtype] = copy, version
 
-    def keep_whole(self, whole: "Entry") -> None:
-        """Let `whole` be an entry of the shares of all ranks, of no value until `whole_made`."""
-        self.whole = whole, NEVER
+    def keep_whole(self, whole: "Entry", dtype: torch.dtype) -> None:
+        """Let `whole` be an entry of the shares of all ranks in `dtype`, of no value until
+        `whole_made`."""
+        self.whole = Whole(whole, dtype, NEVER)
 
     def whole_made(self, version: int) -> None:
         """The entry of the shares of all ranks has the value that they had at `version`; `NEVER`:
         it is about to be made."""
         assert self.whole is not None, "it is kept"
-        self.whole = self.whole[0], version
+        self.whole = self.whole._replace(version=version)
 
     @property
     def has_whole(self) -> bool:
         """Whether an entry of the shares of all ranks is there, and as they are now."""
         self.settle()
-        return self.whole is not None and self.whole[1] == self.version
+        return self.whole is not None and self.whole.version == self.version
 
     def rename(self, name: str) -> None:
         self.place.rename(name)
@@ -350,8 +363,8 @@ def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
 
 def _copies(entry: Entry) -> list[int]:
     """The keys of all that is kept as a copy of an entry."""
-    whole = () if entry.whole is None else (entry.whole,)
-    return [copy.key for copy, _ in (*entry.copies.values(), *whole)]
+    whole = () if entry.whole is None else (entry.whole.entry.key,)
+    return [*(copy.key for copy, _ in entry.copies.values()), *whole]
 
 
 def _widened(raw: Tensor, cast: Cast) -> Tensor:

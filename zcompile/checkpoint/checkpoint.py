@@ -36,6 +36,7 @@ from zcompile.checkpoint.durable import (
 from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, checkpoint_errors
 from zcompile.checkpoint.plain_values import unpack
 from zcompile.checkpoint.safetensors import (
+    Header,
     Place,
     Shard,
     index_of,
@@ -46,7 +47,7 @@ from zcompile.checkpoint.safetensors import (
 from zcompile.checkpoint.shares import (
     Own,
     Plan,
-    Together,
+    check_held_alike,
     make_files,
     plan_of,
     write_own,
@@ -56,10 +57,12 @@ from zcompile.checkpoint.state import (
     ModelState,
     TrainingState,
     describe,
+    describe_here,
     fabric_behind,
     fact_of,
     model_state,
     restore,
+    with_random_states,
 )
 from zcompile.checkpoint.stream import (
     MOST_IN_FLIGHT,
@@ -69,6 +72,7 @@ from zcompile.checkpoint.stream import (
     is_shared,
     parts_of,
 )
+from zcompile.checkpoint.together import Together
 from zcompile.checkpoint.torch_file import Held, TorchFile
 from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
@@ -77,6 +81,7 @@ from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.progress import Work, working
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
@@ -108,9 +113,10 @@ class CheckpointSource:
         if not folder.holds(STATE_FILE):
             raise _without_state(folder)
         state = folder.file(STATE_FILE)
-        told = read_json(state)
+        self._told = told = read_json(state)
         self.meta = _state(state.path, told)
         self._places: dict[str, Place] = {}
+        self._files: list[Header] = []
         for file in told["files"]:
             self._take(folder.file(file), told.get("checkpoint"))
         for name in _tensors_of(self.meta):
@@ -118,6 +124,16 @@ class CheckpointSource:
                 raise CheckpointInvalid(
                     state.path, f"needs the tensor {name!r}, and none of its files has it"
                 )
+
+    def agree(self, fabric: Fabric) -> None:
+        """Check that all ranks have the same checkpoint: each of its files has the name that
+        `save` gave it, and no other has.
+
+        raises  RanksDiffer, RankFailed
+        """
+        name, files = self._told.get("checkpoint"), self._files
+        said = json.dumps(self._told, sort_keys=True)
+        fabric.agree("resume", said, *files, text=f"from checkpoint {name} in {self.where}")
 
     def facts(self) -> Mapping[str, Fact]:
         return {name: fact_in(place) for name, place in self._places.items()}
@@ -128,6 +144,7 @@ class CheckpointSource:
 
     def _take(self, file: OpenFile, checkpoint: object) -> None:
         path, header = file.path, read_header(file)
+        self._files.append(header)
         if header.metadata.get("checkpoint") != checkpoint:
             raise CheckpointInvalid(
                 path,
@@ -236,8 +253,9 @@ def save(
     `extra`.
 
     Several ranks call it together, with the same path, and each writes its shares; of all else, as
-    of `extra`, rank 0 writes its own. Where a rank does not see the directory that rank 0 writes
-    to, rank 0 writes all, and a warning says so.
+    of `extra`, rank 0 writes its own. A shared tensor that is not row-major is gathered, at the
+    end, on every rank; one that fails to read then ends the session of all. Where a rank does not
+    see the directory that rank 0 writes to, rank 0 writes all, and a warning says so.
 
     progress  told bytes done and bytes in all, after every few MiB; on each rank, of its own
     extra     JSON-able values, tensors, and dicts, lists and tuples of them, such as
@@ -248,18 +266,28 @@ def save(
     _check_order("save(path, model, optimizer)", path, model)
     if (flaw := _flaw_of(path)) is not None:
         raise CheckpointUnwritable(errno.EINVAL, Path(ascii(str(path))), flaw, "name a directory")
+    fabric = fabric_behind(model)
     if (commit_log := commit_log_of(path, model)) is not None:
-        commit(commit_log, model, optimizer, extra)
+        if fabric is None:
+            commit(commit_log, model, optimizer, extra)
+            return
+        together = Together(fabric, commit_log.given, "the durable directory")
+        with together.telling():
+            commit(commit_log, model, optimizer, extra, ready=together.meet_last)
         return
     since = time.perf_counter()
-    path, system, fabric = Path(path), _system_of(model), fabric_behind(model)
-    state = describe(model, optimizer, extra)
+    path, system = Path(path), _system_of(model)
     if fabric is None:
+        state = describe(model, optimizer, extra)
         _drain(state)
         total = _save_alone(path, state, system, progress)
     else:
         together = Together(fabric, path)
         with together.telling():
+            here = describe_here(model, optimizer, extra)
+            check_held_alike(fabric, here.tensors)
+            together.meet()
+            state = with_random_states(here)
             _drain(state)
             total = _save_together(together, state, system, progress)
             together.meet()
@@ -307,7 +335,8 @@ def _save_together(
             told = partial(_reporting, work, progress)
             write_own(together, plan, None, Own(shared, ()), system, told)
         return 0
-    with _new_checkpoint(path, state, system) as new:
+    # Inside of it ranks are told of a failure before the new directory is removed.
+    with _new_checkpoint(path, state, system, of_ranks=True) as new, together.telling():
         plan = plan_of(new.shards, new.made.path.name, f"of-{new.name}")
         make_files(new.shards, new.made, plan.mark, system)
         together.meet()
@@ -332,15 +361,20 @@ class _New(NamedTuple):
 
 
 @contextmanager
-def _new_checkpoint(path: Path, state: TrainingState, system: SystemCalls) -> Iterator[_New]:
+def _new_checkpoint(
+    path: Path, state: TrainingState, system: SystemCalls, of_ranks: bool = False
+) -> Iterator[_New]:
     """A context in which the files of `state` are written; at its end they become a checkpoint,
-    and stand at `path`."""
+    and stand at `path`.
+
+    of_ranks  other ranks look for the directory in which they are written
+    """
     name = secrets.token_hex(8)
     shards = _shards(state, {"format": "pt", "checkpoint": name})
     total = sum(shard.header.nbytes for shard in shards)
     with (
         working(f"saving {path}", total, show_size) as work,
-        replacing(path, system) as made,
+        replacing(path, system, name[:8] if of_ranks else "") as made,
     ):
         # Also for what is shared: the next step writes other values, and takes room for them then.
         _check_room(made, path, total, system)
@@ -402,7 +436,10 @@ def resume(
             "name the one that zcompile.save wrote; zcompile.load reads weights from files",
         )
     with OpenFiles(system) as files, Loader() as loader:
-        return restore(CheckpointSource(files.folder(directory), loader), model, optimizer)
+        source = CheckpointSource(files.folder(directory), loader)
+        if (fabric := fabric_behind(model)) is not None:
+            source.agree(fabric)
+        return restore(source, model, optimizer)
 
 
 def load(
@@ -454,6 +491,8 @@ def _load(
     total = sum(place.row.nbytes for place in due.values())
     if rows := _differing(found, targets, one_of):
         raise CheckpointMismatch(shown, rows)
+    if (fabric := fabric_behind(model)) is not None:
+        fabric.agree("load", *_seen_of(found), text=f"the files {shown}")
     done: list[str] = []
     with working(f"loading {shown}", total, show_size) as work:
         try:
@@ -467,6 +506,15 @@ def _load(
             error.add_note(_left_after(list(due), len(done)))
             raise
     return Loaded(missing, unexpected)
+
+
+def _seen_of(found: Mapping[str, Place | Held]) -> Iterator[object]:
+    """By what ranks see that they have the same files before they look into the values: what the
+    headers say, the name of a checkpoint of ours among it."""
+    yield [(name, place.row) for name, place in found.items()]
+    for file in dict.fromkeys(place.file for place in found.values()):
+        if isinstance(file, OpenFile):
+            yield read_header(file)
 
 
 def _left_after(names: Sequence[str], done: int) -> str:

@@ -1,10 +1,10 @@
 """Replaces a directory as a whole: at every instant a complete one stands.
 
-A new one is written beside the old, as `<path>.zinf-partial-<pid>`, synced, and exchanged with it
-in one call of the system. Where there is no such call the old one is `<path>.zinf-previous` for a
-moment. Nobody else gives such names, so that leftovers of a killed process are known, and removed;
-the system has dropped the lock on a partial directory. The path may lead through links; names
-inside, or of such a directory, are not followed if they are links.
+A new one is written beside the old, as `<path>.zinf-partial-<pid>` and more, synced, and exchanged
+with it in one call of the system. Where there is no such call the old one is
+`<path>.zinf-previous` for a moment. Nobody else gives such names, so that leftovers of a killed
+process are known, and removed; the system has dropped the lock on a partial directory. The path may
+lead through links; names inside, or of such a directory, are not followed if they are links.
 """
 
 import errno
@@ -89,13 +89,15 @@ class Made(NamedTuple):
 
 
 @contextmanager
-def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
+def replacing(path: Path, system: SystemCalls, name: str = "") -> Iterator[Made]:
     """A context with a new directory, which becomes `path` once the block has ended well, and else
     is removed.
 
     Files of others in the old directory come along.
 
     system  makes all calls
+    name    ends the name of the new directory, where other machines are to see it: they may still
+            know that there was none by a name that was used before
     raises  CheckpointUnwritable; then, and whatever the block raises, the old one is as it was
     """
     made: Made | None = None
@@ -107,7 +109,7 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
             _check_replaceable(path, system)
             _make(path.parent, system)
             _sweep(path, system)
-            made = _made(path, system)
+            made = _made(path, system, f"-{name}" if name else "")
         yield made
         with deferred_interrupts():
             # The new directory takes the place of the old one, with files of others in it.
@@ -121,7 +123,7 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
             _clear(made.path, system, made.fd)
         if isinstance(error, CheckpointUnwritable):
             raise
-        raise _unwritable(path, error) from error
+        raise unwritable(path, error) from error
     except BaseException:
         if made is not None:
             _clear(made.path, system, made.fd)
@@ -132,12 +134,13 @@ def replacing(path: Path, system: SystemCalls) -> Iterator[Made]:
                 system.close(made.fd)
 
 
-def _made(path: Path, system: SystemCalls) -> Made:
+def _made(path: Path, system: SystemCalls, ending: str) -> Made:
     """Make a new directory beside `path`, and lock it.
 
+    ending  of its name
     raises  OSError
     """
-    new = Path(f"{path}{_PARTIAL}{os.getpid()}")
+    new = Path(f"{path}{_PARTIAL}{os.getpid()}{ending}")
     system.mkdir(new)
     try:
         lock = _locked(new, system)
@@ -457,7 +460,8 @@ def _previous(path: Path) -> Path:
     return Path(f"{path}{_PREVIOUS}")
 
 
-def _unwritable(path: Path, error: OSError) -> CheckpointUnwritable:
+def unwritable(path: Path, error: OSError) -> CheckpointUnwritable:
+    """The error about a path at which the system refused to write a checkpoint."""
     why = str(error) if error.strerror is None else error.strerror
     return CheckpointUnwritable(
         error.errno or errno.EIO, path, why, "give a directory with room that one may write to"

@@ -8,7 +8,7 @@ import copy
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,13 @@ from torch.autograd.graph import increment_version
 
 from zcompile.checkpoint.directory import STATE_FILE
 from zcompile.checkpoint.late_rows import LATE, RowsToCome, UpdatesToCome, rows_to_come
-from zcompile.checkpoint.state import Fact, describe, fabric_behind, restore
+from zcompile.checkpoint.state import (
+    Fact,
+    describe_here,
+    fabric_behind,
+    restore,
+    with_random_states,
+)
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.partition import Partition
 from zcompile.ir.types import EntryKind, Layout
@@ -185,11 +191,13 @@ def commit(
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None = None,
     step: int | None = None,
+    ready: Callable[[], object] | None = None,
 ) -> None:
     """Commit the state as it is.
 
     extra   values that the user adds; they stay in later commits until others are given
     step    optimizer steps in this state; None: as many as in the last commit
+    ready   is called when this rank has found nothing to refuse, before ranks do anything together
     raises  what `CommitLog.commit` raises; Unsupported, for what cannot be kept
     """
     if extra is not None and "step" in extra:
@@ -202,7 +210,10 @@ def commit(
         optimizer = commit_log.optimizer()
     step = commit_log.step if step is None else step
     given = commit_log.extra_step if extra is None else step
-    state = describe(model, optimizer, commit_log.extra if extra is None else extra)
+    here = describe_here(model, optimizer, commit_log.extra if extra is None else extra)
+    if ready is not None:
+        ready()
+    state = with_random_states(here)
     kept = commit_log.extra if extra is None else copy.deepcopy(dict(extra))  # as it is now
     named = {name: (tensor.entry, tensor.entry_layout) for name, tensor in state.tiered.items()}
     meta = {**state.meta, EXTRA_STEP: given}
@@ -242,7 +253,7 @@ def resume_durable(
         last = found if newest is None else newest.index
         text = "nothing" if last is None else f"step {last.step} in {commit_log.given}"
         # Not on the path: each may have its part on a disk of its own.
-        which = None if last is None else (last.step, last.serial)
+        which = None if last is None else _which(last, commit_log.given / INDEX_NAME)
         ranks.agree("resume", which, newest is None, text=text)
     if newest is not None:
         return _continue_from(commit_log, newest, model, optimizer, ranks)
@@ -260,6 +271,15 @@ def resume_durable(
     logger.info("%s: resumed at step %d", commit_log.files.home.path, found.step)
     _warn_of_age(commit_log.files.home.path, extra, found)
     return {**extra, "step": found.step}
+
+
+def _which(index: Index, path: Path) -> tuple[int, int, str]:
+    """Which commit it is, of which training: the same on all ranks that go on from one.
+
+    raises  DurableDamaged
+    """
+    sharing = sharing_of(index, path)
+    return index.step, index.serial, index.run if sharing is None else sharing.training
 
 
 def _check_own(commit_log: CommitLog, found: Index, ranks: Fabric | None) -> None:
@@ -387,7 +407,9 @@ def _copied(
             for path, commit in zip(world.paths, world.commits, strict=True)
         ]
         if ranks is not None:
-            ranks.agree("read what was committed", world.index.serial)
+            which = _which(world.index, world.paths[0] / INDEX_NAME)
+            text = f"step {world.index.step} in {world.paths[0]}"
+            ranks.agree("read what was committed", which, text=text)
         source = sources[0] if len(sources) == 1 else SharedSource(sources)
         extra = restore(source, model, optimizer)
         if ranks is not None:

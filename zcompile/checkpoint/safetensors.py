@@ -73,6 +73,11 @@ class Row:
     def nbytes(self) -> int:
         return self.end - self.begin
 
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self.nbytes // self.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Header:

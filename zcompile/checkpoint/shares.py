@@ -6,20 +6,22 @@ what they share stands. All write and sync. Once all have, rank 0 writes what sa
 checkpoint, and puts the directory in its place. What ranks do not share, such as tensors of
 `extra`, may differ from rank to rank: those of rank 0 are saved.
 
-Whatever fails on one rank is known to all when they meet next, raises on all of them, and leaves
-what stood there before; the run can go on. Where a rank does not see the new directory, because its
-machine has a filesystem of its own under that path, rank 0 writes all, and gathers for that, tensor
-by tensor, as it does with those whose shares are no ranges of a file: not row-major.
+Whatever fails on one rank is known to all when they meet next (`together.py`), raises on all of
+them, and leaves what stood there before; the run can go on. Where a rank does not see the new
+directory, because its machine has a filesystem of its own under that path, rank 0 writes all, and
+gathers for that, tensor by tensor, as it does with those whose shares are no ranges of a file: not
+row-major. That comes last, when all else is written, since whoever fails to read in the middle of a
+gather ends the session of all ranks.
 """
 
-import errno
 import json
 import logging
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,101 +31,49 @@ from torch import Tensor
 from zcompile.checkpoint.block_files import BlockWriter
 from zcompile.checkpoint.directory import Made
 from zcompile.checkpoint.pages import SharedRow, Stretch, stretches_of
-from zcompile.checkpoint.safetensors import Shard
+from zcompile.checkpoint.safetensors import PAGE_BYTES, Shard
 from zcompile.checkpoint.stream import (
     Memory,
     NewFile,
     Part,
     ReportBytes,
+    Source,
     is_shared,
     parts_of,
     share_of,
 )
-from zcompile.errors import (
-    CheckpointUnwritable,
-    RankFailed,
-    RanksDiffer,
-    Unsupported,
-    ZinfError,
-)
+from zcompile.checkpoint.together import BLIND, WELL, Together
+from zcompile.errors import Unsupported, ZinfError
 from zcompile.runtime.eager.tensor import TieredTensor
+from zcompile.runtime.io.files import close_or_warn
 from zcompile.runtime.io.system_calls import SystemCalls
-from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
+from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
+from zcompile.runtime.tiers.base import FileRange
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 
-SAVING = "save"
-WELL, BLIND, FAILED = (bytes([n]) + bytes(DIGEST_BYTES - 1) for n in range(3))
-"""What a rank says where ranks meet; BLIND: it does not see the directory."""
+_END = 1 << 63
+"""Beyond all files."""
 
 logger = logging.getLogger("zcompile.checkpoint.shares")
 
 
-class Together:
-    """Where the ranks of one save meet, and what each says there.
+class Where(NamedTuple):
+    """Where a state stands of which ranks have shares, and what it is.
 
-    gathers  whether some tensors are brought together on the way, so that who waits may wait for
-             that: then a failure ends the session of all ranks, as one in the middle of a step does
-    """
-
-    def __init__(self, fabric: Fabric, path: Path) -> None:
-        self.fabric, self.path = fabric, path
-        self.gathers = False
-        self._ended = False
-
-    def meet(self, says: bytes = WELL) -> list[int]:
-        """Wait until all ranks have come here; returns the ranks that are blind.
-
-        raises  CheckpointUnwritable, if a rank has failed; RanksDiffer, RankFailed
-        """
-        told = self._tell(says, str(self.path))
-        for rank, (said, text) in enumerate(told):
-            if said == FAILED:
-                self._ended = True
-                raise CheckpointUnwritable(
-                    errno.EIO,
-                    self.path,
-                    f"rank {rank} on {self.fabric.hosts[rank]} could not do its part: {text}",
-                    "mend that, and save again: what stood there stands, and the run can go on",
-                )
-        return [rank for rank, (said, _) in enumerate(told) if said == BLIND]
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """A context in which this rank does its part: where it fails, all ranks are told."""
-        try:
-            yield
-        except (RankFailed, RanksDiffer):
-            raise
-        except (ZinfError, OSError) as error:
-            if self._ended:
-                raise
-            if self.gathers:
-                self.fabric.failed_here(error)
-                raise
-            self._ended = True
-            with suppress(RankFailed, RanksDiffer):
-                self._tell(FAILED, f"{type(error).__name__}: {error}")
-            raise
-        except BaseException as error:
-            self.fabric.failed_here(error)
-            raise
-
-    def _tell(self, says: bytes, text: str) -> list[tuple[bytes, str]]:
-        return self.fabric.tell(SAVING, says, str(self.path), text=text)
-
-
-class Place(NamedTuple):
-    """Where a state stands of which ranks have shares.
-
-    begin   the byte of the file at which it begins
-    ranged  whether shares are ranges of its bytes there; else rank 0 gathers it
+    begin, end  bytes of the file
+    ranged      whether shares are ranges of these bytes; else rank 0 gathers it
+    entry       name of the bytes that ranks hold shares of
+    seen        kind, dtype, size and layout of what is saved of them, for people too
     """
 
     state: str
     file: str
     begin: int
+    end: int
     ranged: bool
+    entry: str
+    seen: str
 
 
 @dataclass(frozen=True)
@@ -139,7 +89,7 @@ class Plan:
     folder: str
     mark: str
     nbytes: Mapping[str, int]
-    places: Sequence[Place]
+    places: Sequence[Where]
 
     def packed(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -147,23 +97,65 @@ class Plan:
     @classmethod
     def unpacked(cls, told: bytes) -> "Plan":
         fields: dict[str, Any] = json.loads(told)
-        places = [Place(*place) for place in fields.pop("places")]
+        places = [Where(*place) for place in fields.pop("places")]
         return cls(places=places, **fields)
 
-    def gathered(self, all_of_it: bool) -> list[str]:
-        """The states that rank 0 gathers, in its order."""
-        return [place.state for place in self.places if all_of_it or not place.ranged]
+    def gathered(self, all_of_it: bool) -> list[Where]:
+        """What rank 0 gathers, in its order: all ranks work by this list, and nothing that has no
+        bytes is in it."""
+        return [
+            place
+            for place in self.places
+            if place.begin < place.end and (all_of_it or not place.ranged)
+        ]
 
 
 def plan_of(shards: Sequence[Shard], folder: str, mark: str) -> Plan:
     """What is to be written, by whom."""
     places = [
-        Place(shard.prefix + name, shard.file, row.begin, share_of(tensor) is not None)
+        Where(
+            shard.prefix + name,
+            shard.file,
+            row.begin,
+            row.end,
+            share_of(tensor) is not None,
+            tensor.entry.name,
+            _seen_as(tensor),
+        )
         for shard in shards
         for name, row in shard.header.rows.items()
         if is_shared(tensor := shard.tensors[name])
     ]
     return Plan(folder, mark, {s.file: s.header.nbytes for s in shards}, places)
+
+
+def _seen_as(tensor: TieredTensor) -> str:
+    """What a tensor shows of its entry: the same on two ranks for the same tensor alone."""
+    entry, layout = tensor.entry, tensor.entry_layout
+    dtype = str(layout.dtype).removeprefix("torch.")
+    text = f"{entry.kind.value} {dtype}{list(layout.size)}, strides {list(layout.stride)}"
+    if layout.offset:
+        text += f" from element {layout.offset} on"
+    text += ", conjugate" if layout.conj else ""
+    text += ", negative" if layout.neg else ""
+    return f"{text}, of {entry.whole_bytes} bytes"
+
+
+def check_held_alike(fabric: Fabric, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse shared tensors that other ranks hold otherwise than those of the model that is saved.
+
+    raises  Unsupported
+    """
+    for name, tensor in tensors.items():
+        part = tensor.entry.partition if is_shared(tensor) else None
+        if part is not None and (part.rank, part.ranks) != (fabric.rank, fabric.size):
+            raise Unsupported(
+                f"{name!r} is of a model whose mesh has this process as rank {part.rank} of "
+                f"{part.ranks}, and the model that is saved has it as rank {fabric.rank} of "
+                f"{fabric.size}",
+                "save that model by itself, or give its values as plain tensors, as .cpu() on all "
+                "ranks of its mesh makes them",
+            )
 
 
 def make_files(shards: Sequence[Shard], made: Made, mark: str, system: SystemCalls) -> None:
@@ -213,38 +205,145 @@ def write_own(
     raises  CheckpointUnwritable on every rank if one fails; RankFailed, RanksDiffer, IOFault
     """
     _check_same(plan, own.shared, together.fabric)
-    with ExitStack() as stack:
+    with ExitStack() as opened:
         folder = made
         if folder is None and (folder := _seen(together.path, plan, system)) is not None:
-            stack.callback(system.close, folder.fd)
-        parts = _Divided(plan, own, together.fabric)
+            opened.callback(close_or_warn, folder.path, partial(system.close, folder.fd))
+        divided = _Divided(plan, own, together.fabric)
         blind = together.meet(WELL if folder is not None else BLIND)
         if blind:
-            parts.leave_to_first(own.shards)
+            divided.leave_to_first(own.shards)
         else:
-            parts.exchange()
-        gathered = plan.gathered(all_of_it=bool(blind))
-        together.gathers = bool(gathered)
+            divided.exchange()
         if made is not None:
             system.unlink(plan.mark, dir_fd=made.fd)
             if blind:
                 _warn(together, blind)
-        report = told(parts.nbytes)
-        files = []
-        for file, pieces in parts.of_files.items():
-            assert folder is not None, "who is blind writes nothing"
-            with deferred_interrupts():  # one after it was opened would leave it open
-                to, nbytes = folder.path / file, plan.nbytes[file]
-                files.append(NewFile(to, folder.fd, pieces, nbytes, system, made=True))
-                stack.callback(files[-1].close)
-        for new in files:
-            new.stream(report)
-        if made is None:
-            for name in gathered:  # rank 0 writes what all ranks read
-                tensor = own.shared[name]
+        report = told(divided.nbytes)
+        gathered = plan.gathered(all_of_it=bool(blind))
+        files = _Files(plan, folder, system, report)
+        files.write(_without(divided.of_files, gathered))
+        if gathered:
+            together.meet()  # all else is written: what fails from here on is seldom a disk
+            _gather(together.fabric, gathered, own, files, divided.of_files)
+    together.meet()
+
+
+class _Files(NamedTuple):
+    """The new files. folder: that they lie in; None: this rank does not see it, nor writes."""
+
+    plan: Plan
+    folder: Made | None
+    system: SystemCalls
+    report: ReportBytes
+
+    def write(self, of_files: Mapping[str, Sequence[Part]]) -> None:
+        """Write parts of files, sync and close them; it is with them that the disk has them.
+
+        raises  IOFault, OSError, and what transfers raise
+        """
+        with ExitStack() as stack:
+            files = []
+            for file, parts in of_files.items():
+                assert self.folder is not None, "who is blind writes nothing"
+                with deferred_interrupts():  # one after it was opened would leave it open
+                    to, nbytes = self.folder.path / file, self.plan.nbytes[file]
+                    files.append(NewFile(to, self.folder.fd, parts, nbytes, self.system, made=True))
+                    stack.callback(files[-1].close)
+            for new in files:
+                new.stream(self.report)
+
+
+def _gather(
+    fabric: Fabric,
+    gathered: Sequence[Where],
+    own: Own,
+    files: _Files,
+    of_files: Mapping[str, Sequence[Part]],
+) -> None:
+    """Bring together what rank 0 alone can write, tensor by tensor; it writes the pages of that.
+
+    A failure to write can be told at the next meeting, since rank 0 goes on to gather. One to read
+    ends the session of all ranks: they wait in the middle of a gather.
+
+    of_files  all that rank 0 writes
+    """
+    due = {place.state: own.shared[place.state] for place in gathered}
+    if fabric.rank > 0:
+        with told_to_ranks(fabric):
+            for tensor in due.values():
                 tensor.entry.store.read_all(tensor.entry)
-        together.gathers = False
-        together.meet()
+        return
+    at = {(place.file, place.begin): place.state for place in gathered}
+
+    def wrapped(file: str, part: Part) -> Part:
+        state = at.get((file, part.begin))
+        if state is None:
+            return part
+        return part._replace(source=_Gathered(part.source, fabric, partial(due.pop, state, None)))
+
+    pages = _pages_of(gathered)
+    later = {
+        file: [
+            wrapped(file, part) for low, high in pages[file] for part in _between(parts, low, high)
+        ]
+        for file, parts in of_files.items()
+        if file in pages
+    }
+    try:
+        files.write(later)
+    except (ZinfError, OSError):
+        with suppress(ZinfError):  # the session has ended, if it was a gather that failed
+            for tensor in due.values():
+                tensor.entry.store.read_all(tensor.entry)
+        raise
+
+
+class _Gathered:
+    """A tensor that all ranks bring together, as a source: a failure to read it is told to them.
+
+    begun  is called when the ranks have been met in it
+    """
+
+    def __init__(self, source: Source, fabric: Fabric, begun: Callable[[], object]) -> None:
+        self._source, self._fabric, self._begun = source, fabric, begun
+
+    def read(self, begin: int, into: Tensor) -> Sequence[Ticket]:
+        with told_to_ranks(self._fabric):
+            self._begun()
+            return self._source.read(begin, into)
+
+    def file_ranges(self, begin: int, end: int) -> Sequence[FileRange]:
+        return ()
+
+
+def _pages_of(gathered: Sequence[Where]) -> dict[str, list[tuple[int, int]]]:
+    """The pages [begin, end), in bytes, that hold any of what is gathered, by file; in order."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for place in gathered:
+        low = place.begin // PAGE_BYTES * PAGE_BYTES
+        high = -(-place.end // PAGE_BYTES) * PAGE_BYTES
+        ranges = found.setdefault(place.file, [])
+        if ranges and low <= ranges[-1][1]:
+            low = ranges.pop()[0]
+        ranges.append((low, high))
+    return found
+
+
+def _without(
+    of_files: Mapping[str, Sequence[Part]], gathered: Sequence[Where]
+) -> dict[str, list[Part]]:
+    """The parts that lie in no page with anything that is gathered; files with any."""
+    pages, found = _pages_of(gathered), {}
+    for file, parts in of_files.items():
+        left: list[Part] = []
+        at = 0
+        for low, high in (*pages.get(file, ()), (_END, _END)):
+            left += _between(parts, at, low)
+            at = high
+        if left:
+            found[file] = left
+    return found
 
 
 class _Divided:
@@ -360,14 +459,24 @@ def _between(held: Sequence[Part], begin: int, end: int) -> Iterator[Part]:
 
 def _check_same(plan: Plan, shared: Mapping[str, TieredTensor], fabric: Fabric) -> None:
     """raises  Unsupported, where the ranks save other tensors"""
-    first = {place.state for place in plan.places}
-    if odd := sorted(first ^ set(shared)):
+    todo = "give zcompile.save the same model, optimizer and shared tensors on every rank"
+    first = {place.state: place for place in plan.places}
+    if odd := sorted(first.keys() ^ set(shared)):
         have, lack = (0, fabric.rank) if odd[0] in first else (fabric.rank, 0)
         raise Unsupported(
             f"rank {have} saves {odd[0]!r}, of which all ranks hold shares, and rank {lack} does "
             "not",
-            "give zcompile.save the same model, optimizer and shared tensors on every rank",
+            todo,
         )
+    for name, place in first.items():
+        tensor = shared[name]
+        told = [f"{place.entry!r} ({place.seen})", f"{tensor.entry.name!r} ({_seen_as(tensor)})"]
+        if told[0] != told[1]:
+            raise Unsupported(
+                f"as {name!r} rank 0 saves {told[0]}, and rank {fabric.rank} {told[1]}: the ranks "
+                "hold shares of it, and what they write would be of both",
+                todo,
+            )
 
 
 def _seen(path: Path, plan: Plan, system: SystemCalls) -> Made | None:

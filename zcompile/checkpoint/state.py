@@ -311,16 +311,41 @@ class TrainingState:
     meta: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Described:
+    """What this process knows of a training without asking other ranks: all but random states."""
+
+    held: ModelState
+    packer: Packer
+    meta: Mapping[str, Any]
+    fabric: Fabric | None
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By name, of what was packed so far."""
+        return self.packer.tensors
+
+
 def describe(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> TrainingState:
-    """The state of a training as it is now.
+    """The state of a training as it is now; all ranks call it.
 
     extra   JSON-able values, tensors, and dicts, lists and tuples of them
     raises  Unsupported, for what cannot be kept, naming it
     """
+    return with_random_states(describe_here(model, optimizer, extra))
+
+
+def describe_here(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Described:
+    """As `describe`, without what other ranks are asked for: it raises all that `describe`
+    refuses."""
     held = model_state(model)
     tensors = {
         # Detaching a tiered tensor is an op, and this runs at each step of a durable training.
@@ -339,8 +364,14 @@ def describe(
         },
         "optimizer": None if optimizer is None else pack_optimizer(optimizer, held, packer),
         "extra": packer.pack(dict(extra or {}), "extra"),
-        "rng": packer.pack(_random_states(held, fabric_behind(model)), "rng"),
     }
+    return Described(held, packer, meta, fabric_behind(model))
+
+
+def with_random_states(here: Described) -> TrainingState:
+    """The whole state; all ranks tell each other their random states."""
+    rng = here.packer.pack(_random_states(here.held, here.fabric), "rng")
+    tensors, meta = here.tensors, {**here.meta, "rng": rng}
     tiered = {name: t for name, t in tensors.items() if isinstance(t, TieredTensor)}
     plain = {name: t for name, t in tensors.items() if name not in tiered}
     return TrainingState(tiered, plain, meta)

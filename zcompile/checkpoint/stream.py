@@ -32,7 +32,6 @@ from zcompile.checkpoint.file import OpenFile
 from zcompile.checkpoint.safetensors import PAGE_BYTES, Header, Row
 from zcompile.checkpoint.torch_file import TorchFile
 from zcompile.ir.torch_compat import is_lazy, materialised
-from zcompile.ir.types import SMALL_BYTES
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import close_or_warn
@@ -470,7 +469,10 @@ class _Writer:
 
 
 SAMPLE_BYTES = 4096
-"""Of a tensor in a file that ranks compare before each reads its own part."""
+"""Of a tensor in a file that ranks compare before each reads its own part, in all windows."""
+WINDOWS = 8
+"""Of a sample, from the first bytes of a tensor to its last; as many as ranks, if there are more,
+so that each rank's part has one or next to it."""
 MOST_IN_FLIGHT = 256
 """Most small tensors in flight to the tiers at once."""
 
@@ -485,6 +487,8 @@ class Loader:
         self._files: dict[OpenFile, BlockReader] = {}
         self._held: TorchFile | None = None
         """The file of `torch.save` that is read."""
+        self._flat: tuple[str, Tensor] | None = None
+        """The name of its tensor that was read last, and the bytes of that, row-major."""
         self._free = new_blocks()
         self._leaving: deque[tuple[Tensor | None, Sequence[Ticket]]] = deque()
         self._thread = ThreadPoolExecutor(1, "zinf-load")
@@ -504,28 +508,36 @@ class Loader:
     def fill(self, file: OpenFile | TorchFile, name: str, row: Row, target: Tensor) -> None:
         """Give `target` the value of a tensor of the file, cast as `copy_` casts.
 
-        Of a tensor that ranks share, each reads its own part, and SAMPLE_BYTES at the beginning, by
-        which they see that all have the same file under its name.
+        Of a tensor that ranks share, each reads its own part, and SAMPLE_BYTES all over it, by
+        which they see that all have the same file under its name. What every rank holds whole, each
+        reads whole, and they compare all of it.
         """
         to, size = bytes_of(target), target.dtype.itemsize
         fabric = target.entry.store.fabric if isinstance(target, TieredTensor) else None
         if fabric is not None:
-            fabric.agree("load", name, *self._seen(file, name, row), text=f"the values of {name!r}")
+            shared = is_shared(target)
+            windows = windows_of(row, fabric.size) if shared else [(0, row.count)]
+            seen = self._seen(file, name, row, windows)
+            fabric.agree("load", name, shared, *seen, text=f"the values of {name!r}")
         first, last = (at // size for at in to.own)
         for begin, raw, block in self._read(file, name, row, first, last):
             value = _cast(raw, row.dtype, target.dtype)
             self._leaving.append((block, to.write(begin * size, value)))
         to.finish()
 
-    def _seen(self, file: OpenFile | TorchFile, name: str, row: Row) -> Iterator[object]:
-        """By what ranks see that a tensor is the same for all of them: its place, and values."""
+    def _seen(
+        self, file: OpenFile | TorchFile, name: str, row: Row, windows: Sequence[tuple[int, int]]
+    ) -> Iterator[object]:
+        """By what ranks see that a tensor is the same for all of them: its place, and values.
+
+        windows  elements [first, last)
+        """
         yield from (row.dtype, row.size, row.begin)
-        made, few = hashlib.blake2b(), SAMPLE_BYTES // row.dtype.itemsize
-        whole = row.nbytes <= SMALL_BYTES  # which every rank reads anyway
-        count = row.nbytes // row.dtype.itemsize
-        for _, raw, block in self._read(file, name, row, 0, count if whole else few):
-            made.update(raw.numpy().data)
-            self._leaving.append((block, ()))
+        made = hashlib.blake2b()
+        for first, last in windows:
+            for _, raw, block in self._read(file, name, row, first, last):
+                made.update(raw.numpy().data)
+                self._leaving.append((block, ()))
         yield made.digest()
 
     def digest(self, file: OpenFile | TorchFile, name: str, row: Row, dtype: torch.dtype) -> bytes:
@@ -545,8 +557,11 @@ class Loader:
         if isinstance(file, TorchFile):
             if self._held is not None and self._held is not file:
                 self._held.leave()
+            if self._held is not file or self._flat is None or self._flat[0] != name:
+                flat = materialised(file.tensor(name)).contiguous().reshape(-1)
+                self._flat = name, flat.view(torch.uint8)
             self._held = file
-            pieces = self._views(file.tensor(name), first * size, last * size)
+            pieces = self._views(self._flat[1], first * size, last * size)
         else:
             if file not in self._files:
                 self._files[file] = BlockReader(file)
@@ -555,10 +570,9 @@ class Loader:
         return ((at // size, raw, block) for at, raw, block in pieces)
 
     def _views(
-        self, value: Tensor, first: int, last: int
+        self, flat: Tensor, first: int, last: int
     ) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Bytes [first, last) of a tensor that a file shows in memory."""
-        flat = materialised(value).contiguous().reshape(-1).view(torch.uint8)
+        """Bytes [first, last) of a tensor that a file shows in memory: uint8 [n]."""
         for begin in range(first, last, BLOCK_BYTES):
             piece = flat[begin : min(last, begin + BLOCK_BYTES)]
             most = MOST_IN_FLIGHT if piece.numel() < LEAST_DIRECT_BYTES else BLOCKS
@@ -595,6 +609,17 @@ class Loader:
             ticket.wait()
         if block is not None:
             self._free.append(block)
+
+
+def windows_of(row: Row, ranks: int) -> list[tuple[int, int]]:
+    """The elements [first, last) of a shared tensor that ranks compare: as far from each other as
+    they can be, the first ones and the last ones among them."""
+    number = max(WINDOWS, ranks)
+    most = max(1, SAMPLE_BYTES // number // row.dtype.itemsize)
+    if row.count <= number * most:
+        return [(0, row.count)]
+    begins = [(row.count - most) * at // (number - 1) for at in range(number)]
+    return [(begin, begin + most) for begin in begins]
 
 
 def spans(begin: int, last: int, item: int) -> Iterator[tuple[int, int]]:

@@ -92,7 +92,7 @@ class Event(Enum):
     """The same, for the last time."""
     GRADIENTS_IN_THE_WAY = auto()
     """Step after step, gradients that stayed had to go home."""
-    WHOLES_CHANGE = auto()
+    COPIES_CHANGE = auto()
     """Other copies of parameters are to be kept than the plan in force keeps, of the shares of all
     ranks or in low precision: rank 0 keeps others, or this rank has given them up."""
     UPDATES_IN_THE_WAY = auto()
@@ -168,7 +168,7 @@ class StepController(Rescheduling):
             return
         self._last = self._of_alive(step)
         if change:
-            self.handle(Event.WHOLES_CHANGE)
+            self.handle(Event.COPIES_CHANGE)
         if not self._last.calls:
             return
         known = lasting(self._last) <= self._base.facts.keys()
@@ -619,7 +619,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OBSERVING, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OBSERVING, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OBSERVING, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
-        (OBSERVING, Event.WHOLES_CHANGE, _plan_next, OBSERVING, OBSERVING),
+        (OBSERVING, Event.COPIES_CHANGE, _plan_next, OBSERVING, OBSERVING),
         (OBSERVING, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OBSERVING, OBSERVING),
         (OBSERVING, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (PLANNED, Event.SAME_STEP, _review, PLANNED, PLANNED),
@@ -627,7 +627,7 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (PLANNED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (PLANNED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (PLANNED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
-        (PLANNED, Event.WHOLES_CHANGE, _plan_next, OUTDATED, OUTDATED),
+        (PLANNED, Event.COPIES_CHANGE, _plan_next, OUTDATED, OUTDATED),
         (PLANNED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (PLANNED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (OUTDATED, Event.SAME_STEP, _plan, PLANNED, PLANNED),
@@ -635,14 +635,14 @@ TRANSITIONS: Mapping[tuple[State, Event], Transition] = {
         (OUTDATED, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (OUTDATED, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (OUTDATED, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OUTDATED, OUTDATED),
-        (OUTDATED, Event.WHOLES_CHANGE, _plan_next, OUTDATED, OUTDATED),
+        (OUTDATED, Event.COPIES_CHANGE, _plan_next, OUTDATED, OUTDATED),
         (OUTDATED, Event.UPDATES_IN_THE_WAY, _let_none_be_late, OUTDATED, OUTDATED),
         (OUTDATED, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.NEW_STEP, _plan, PLANNED, WITHDRAWN),
         (WITHDRAWN, Event.ROOM_NEEDED, _withdraw, OBSERVING, OBSERVING),
         (WITHDRAWN, Event.ROOM_NEEDED_OFTEN, _withdraw, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.GRADIENTS_IN_THE_WAY, _let_none_stay, OBSERVING, OBSERVING),
-        (WITHDRAWN, Event.WHOLES_CHANGE, _plan_next, WITHDRAWN, WITHDRAWN),
+        (WITHDRAWN, Event.COPIES_CHANGE, _plan_next, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.UPDATES_IN_THE_WAY, _let_none_be_late, WITHDRAWN, WITHDRAWN),
         (WITHDRAWN, Event.ARENA_RESIZES, _start_over, OBSERVING, OBSERVING),
     )

@@ -117,10 +117,7 @@ def plan_of(
             plan = planned(step, kept, None)
         if wholes is None:
             plan = plan_whole_or_not(step, plan, not_late, arena_bytes - window)
-        if copies is False:
-            return plan
-        reading = session.reading_copies
-        return plan_narrow_or_not(step, plan, not_late, reading, room, copies is True)
+        return plan_narrow_or_not(step, plan, not_late, session.reading_copies, room, copies)
 
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:

@@ -324,22 +324,23 @@ def plan_narrow_or_not(
     planned: Planned,
     reading: Reading,
     room: Room,
-    wanted: bool = False,
+    copies: bool | None = None,
 ) -> StepPlan:
     """`plan`, or a faster one that reads low-precision copies of weights, where the tiers have room
     for them.
 
     planned  makes a plan, for a step whose updates are not late
-    wanted   it is to read copies, whether that is faster or not: another rank does
+    copies   whether it is to read any if there is room, as another rank does, or none; None: it
+             reads them where that is faster
     """
-    if not (wanted or _moves_weights(plan)):
+    if copies is False or not (copies or _moves_weights(plan)):
         return plan
     narrow = with_copies(step, reading)
     if narrow is None or not _has_room(narrow.step, room):
         return plan
     with suppress(BudgetExceeded):
         found = replace(planned(narrow.step, frozenset(), None), reads=narrow.reads)
-        if wanted or found.seconds * NARROW_PAYS < plan.seconds:
+        if copies or found.seconds * NARROW_PAYS < plan.seconds:
             return found
     return plan
 

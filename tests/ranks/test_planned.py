@@ -135,3 +135,30 @@ def test_small_gradients_cross_in_one_bucket(pool):
     (_, found), _ = pool.run(trained, 2, ROOMY)
     backward = [kind for kind, _, _ in found["collectives"][1]]
     assert Counter(backward) == {"gather": 5, "exchange": LARGE, "bucket": 10}
+
+
+def saved_while_late(mesh, path):
+    """Save when all updates are late, before the forward that would compute them; digests of what
+    the model has then, and of what a plain one resumes."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    fields = {**ROOMY, "device_memory": TIGHT[ranks]}
+    model = zcompile.offload(words(), mesh=mesh, throttle=SLOW, **fields)
+    made = optimizer_named("adamw")(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    with everything_late(True):
+        train(model, run, made, rank, ranks, steps=range(STEPS))
+        plan = plan_in_force(session_behind(model))
+        zcompile.save(path, model, made)
+    found = state_of(model, made)
+    zcompile.close(model)
+    plain = words()
+    optimizer = optimizer_named("adamw")(plain.parameters())
+    zcompile.resume(path, plain, optimizer)
+    return len(plan.late), found, state_of(plain, optimizer)
+
+
+@pytest.mark.slow
+def test_ranks_save_with_late_updates_to_come(pool, expected, tmp_path):
+    for late, found, resumed in pool.run(saved_while_late, 2, str(tmp_path / "run")):
+        assert late
+        assert found == resumed == expected()

@@ -4,6 +4,7 @@ old checkpoint, or the new one; and the run goes on."""
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -236,3 +237,29 @@ def test_a_failure_in_the_middle_of_a_gather_ends_the_session_and_says_so(pool, 
     assert "unreadable" in own[1]
     assert number_in(tmp_path / "run") == 1
     assert os.listdir(tmp_path) == ["run"]
+
+
+def opened_late(mesh, path):
+    """Rank 0 cannot remove the mark; rank 1 opens its file when it may be gone, if it goes."""
+
+    def around(call, go):
+        if mesh.get_local_rank() == 0 and call.name == "unlink" and "/of-" in str(call.of):
+            raise OSError(errno.EIO, "injected")
+        if mesh.get_local_rank() == 1 and call.name == "open" and "model" in Path(call.of).name:
+            until = time.monotonic() + 0.5
+            while call.of.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+        return go()
+
+    model = offloaded(words(blocks=1), Border(around), mesh=mesh, **BUDGETS)
+    with pytest.raises(CheckpointUnwritable) as caught:
+        zcompile.save(path, model)
+    zcompile.close(model)
+    return str(caught.value)
+
+
+def test_rank_0_tells_before_it_removes_what_others_write_to(pool, tmp_path):
+    first, second = pool.run(opened_late, 2, str(tmp_path / "run"))
+    assert "injected" in first
+    assert "rank 0 on " in second
+    assert "injected" in second

@@ -72,10 +72,9 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one(victim, name, made, tmp
         pool.send(saved_twice, 2, str(path), victim, name, made)
         with pytest.raises((EOFError, ConnectionError)):
             pool.receive(victim)
-        if victim == 1:
-            ok, text = pool.receive(0)
-            assert ok, text
-            assert "rank 1 on " in text
+        ok, text = pool.receive(1 - victim)
+        assert ok, text
+        assert f"rank {victim} on " in text
     except RankRaised as error:
         raise AssertionError("a rank hangs") from error
     finally:

@@ -2,6 +2,7 @@
 one process under autocast."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import zcompile
-from zcompile.errors import BudgetExceeded
+from zcompile.errors import BudgetExceeded, RanksDiffer
+from zcompile.frontend.kept_wholes import Kept, KeptWholes
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import Event, StepController, plan_in_force
 from zcompile.ir.partition import partition_of
@@ -533,6 +535,61 @@ def test_ranks_whose_batches_have_different_lengths_train_and_evaluate(pool, sta
     rows = pool.run(of_lengths, 2, {"stage": stage})
     assert [row[0] for row in rows] == [state] * 2
     assert {rank: losses for _, row in rows for rank, losses in row.items()} == seen
+
+
+def test_what_rank_0_keeps_for_a_graph_that_is_seldom_called_is_kept():
+    """An evaluation every so many steps: each change of what is kept costs a plan."""
+    session = Asking()
+    kept = KeptWholes(session, StepController)
+    kept._read = {1: (0,), 2: (0,)}
+    ours = frozenset()
+    changes = 0
+    for step in range(60):
+        calls = [(1, "trained"), (2, "evaluated")] if step % 15 == 0 else [(1, "trained")]
+        for serial, ref in calls:
+            mine = Kept.UP_TO_DATE if ref in ours else Kept.NOT_KEPT
+            told = [bytes([Kept.UP_TO_DATE, 0]), bytes([mine, 0])]
+            kept._note(SimpleNamespace(serial=serial), [SimpleNamespace(ref=ref)], told)
+        facts = {"trained": 0, "evaluated": 0}
+        step_of = SimpleNamespace(facts=facts)
+        if kept.step_ended(SimpleNamespace(wholes=ours, reads={}, step=step_of)):
+            ours, changes = kept._kept_by_first, changes + 1
+    assert ours == {"trained", "evaluated"}
+    assert changes == 1
+
+
+class Asking:
+    """A session of two ranks, the second of them."""
+
+    def __init__(self):
+        self.fabric = SimpleNamespace(rank=1, size=2)
+        self.config = SimpleNamespace(may_keep_wholes=True, may_read_copies=True, stage="auto")
+
+
+def of_two_dtypes(mesh, asked):
+    """What a forward and a backward tell where the ranks read weights in two dtypes of one size."""
+    torch._dynamo.reset()
+    dtype = (BF16, FP16)[mesh.get_local_rank()]
+    model = zcompile.offload(words(), mesh=mesh, residency=False, rank_timeout=30, **ROOMY)
+    options = {"options": {"param_dtype": dtype}} if asked else {}
+    call = torch.compile(model, backend="zinf", **options)
+
+    def walk():
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            loss = call(*batch(0, 0))
+        loss.backward()
+
+    with pytest.raises(RanksDiffer) as caught:
+        walk()
+    zcompile.close(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_that_read_in_two_dtypes_of_one_size_are_told(pool, asked):
+    """As many bytes would cross, and one rank would take those of the other for its own."""
+    said = "forward of" if asked else "backward of"
+    assert all(said in text for text in pool.run(of_two_dtypes, 2, asked))
 
 
 def scaled(mesh, clip, fields=None, hooked=False):

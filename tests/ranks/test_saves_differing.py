@@ -128,14 +128,33 @@ def values_in(folder):
     return [found[name] for name, _ in Three().named_parameters()]
 
 
+def of_either_model(mesh, path, turned):
+    """Save a tensor of one model on one rank, and of another of its class on the other."""
+    rank = mesh.get_local_rank()
+    models = [zcompile.offload(Three(), mesh=mesh, rank_timeout=30, **BUDGETS) for _ in range(2)]
+    kept = (models[rank].turned if turned else models[rank].a).detach()
+    with pytest.raises(ZinfError) as caught:
+        zcompile.save(path, models[0], kept=kept)
+    zcompile.save(path, models[0], kept=models[1].b.detach())
+    for model in models:
+        zcompile.close(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("turned", sampled([False, True], True))
+def test_a_tensor_that_is_of_two_models_of_one_class_is_refused(pool, turned, tmp_path):
+    name = "turned" if turned else "a"
+    said = f"as 'extra.kept' rank 0 saves '{name}' of one model, and rank 1 that of another"
+    assert all(said in text for text in pool.run(of_either_model, 2, str(tmp_path / "run"), turned))
+
+
 def of_other_models(mesh, path):
     """Save tensors of a model beside; what is told where ranks hold that in another order."""
-    rank = mesh.get_local_rank()
     model = zcompile.offload(Three(), mesh=mesh, **BUDGETS)
     beside = zcompile.offload(Three(), mesh=mesh, **BUDGETS)
     zcompile.save(path, model, kept=beside.b.detach(), more=beside.a.detach().t())
     with pytest.raises(Unsupported) as caught:
-        check_held_alike(SimpleNamespace(rank=1 - rank, size=2), {"kept": beside.b.detach()})
+        check_held_alike(SimpleNamespace(ranks=(1, 0)), {"kept": beside.b.detach()})
     zcompile.close(model)
     zcompile.close(beside)
     return str(caught.value)
@@ -143,8 +162,9 @@ def of_other_models(mesh, path):
 
 def test_a_tensor_of_another_model_is_saved_and_of_another_mesh_is_refused(pool, tmp_path):
     first, second = pool.run(of_other_models, 2, str(tmp_path / "run"))
-    assert "'kept' is of a model whose mesh has this process as rank 0 of 2, and the" in first
-    assert "'kept' is of a model whose mesh has this process as rank 1 of 2, and the" in second
+    said = "'kept' is of a model whose mesh has the ranks [0, 1] of the world, and the model that"
+    assert said in first
+    assert said in second
     kept = load_file(tmp_path / "run" / "training.safetensors")
     assert torch.equal(kept["extra.kept"], Three().b)
     assert torch.equal(kept["extra.more"], Three().a.t())

@@ -65,6 +65,7 @@ class Where(NamedTuple):
     ranged      whether shares are ranges of these bytes; else rank 0 gathers it
     entry       name of the bytes that ranks hold shares of
     seen        kind, dtype, size and layout of what is saved of them, for people too
+    model       number of the model, among those that the same ranks have offloaded
     """
 
     state: str
@@ -74,6 +75,7 @@ class Where(NamedTuple):
     ranged: bool
     entry: str
     seen: str
+    model: int
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def plan_of(shards: Sequence[Shard], folder: str, mark: str) -> Plan:
             share_of(tensor) is not None,
             tensor.entry.name,
             _seen_as(tensor),
+            _model_of(tensor),
         )
         for shard in shards
         for name, row in shard.header.rows.items()
@@ -141,18 +144,25 @@ def _seen_as(tensor: TieredTensor) -> str:
     return f"{text}, of {entry.whole_bytes} bytes"
 
 
+def _model_of(tensor: TieredTensor) -> int:
+    """Which of the models that the same ranks have offloaded a tensor is of: two of one class name
+    their entries alike."""
+    fabric = tensor.entry.store.fabric
+    assert fabric is not None, "ranks hold shares of it"
+    return fabric.number
+
+
 def check_held_alike(fabric: Fabric, tensors: Mapping[str, Tensor]) -> None:
     """Refuse shared tensors that other ranks hold otherwise than those of the model that is saved.
 
     raises  Unsupported
     """
     for name, tensor in tensors.items():
-        part = tensor.entry.partition if is_shared(tensor) else None
-        if part is not None and (part.rank, part.ranks) != (fabric.rank, fabric.size):
+        held = tensor.entry.store.fabric if is_shared(tensor) else None
+        if held is not None and held.ranks != fabric.ranks:
             raise Unsupported(
-                f"{name!r} is of a model whose mesh has this process as rank {part.rank} of "
-                f"{part.ranks}, and the model that is saved has it as rank {fabric.rank} of "
-                f"{fabric.size}",
+                f"{name!r} is of a model whose mesh has the ranks {list(held.ranks)} of the world, "
+                f"and the model that is saved has {list(fabric.ranks)}",
                 "save that model by itself, or give its values as plain tensors, as .cpu() on all "
                 "ranks of its mesh makes them",
             )
@@ -475,6 +485,12 @@ def _check_same(plan: Plan, shared: Mapping[str, TieredTensor], fabric: Fabric) 
             raise Unsupported(
                 f"as {name!r} rank 0 saves {told[0]}, and rank {fabric.rank} {told[1]}: the ranks "
                 "hold shares of it, and what they write would be of both",
+                todo,
+            )
+        if place.model != _model_of(tensor):
+            raise Unsupported(
+                f"as {name!r} rank 0 saves {place.entry!r} of one model, and rank {fabric.rank} "
+                "that of another: the ranks hold shares of it, and they would write both",
                 todo,
             )
 

@@ -63,9 +63,13 @@ MOST_MADE = 256
 """Schedules that are remembered: one for each graph and what of it is out of date."""
 PATIENCE = 3
 """Steps in a row after which nobody waits any more for a rank to keep what is to be kept."""
-RECENT = 8
-"""What rank 0 has told of a graph counts for so many steps after its last call: steps of several
-kinds may come in turn, each with graphs of its own."""
+LONG_AGO = 1000
+"""What rank 0 has told of a graph counts for so many steps after its last call, of an evaluation
+between many steps too: each change costs a plan. Of a graph that is never called again it costs
+nothing but the memory of what is kept meanwhile."""
+WAITED_FOR = 3 * PATIENCE
+"""Steps in a row after which rank 0 waits no more for one that keeps everything whole to give that
+up, and copies instead."""
 
 
 class _Told(NamedTuple):
@@ -92,7 +96,7 @@ class KeptWholes:
         self._step = 0
         """Number of the step that is on its way."""
         self._of_first: dict[int, _Told] = {}
-        """Of each schedule that was called lately, what rank 0 keeps of what it reads."""
+        """Of each schedule that was called, what rank 0 keeps of what it reads."""
         self._alone = Counter[EntryRef]()
         """Of each parameter that is to be kept, the steps in a row in which a rank did not."""
         self._seen_alone: set[EntryRef] = set()
@@ -100,6 +104,8 @@ class KeptWholes:
         self._copies_alone = 0
         """Steps in a row in which rank 0 read copies in low precision, and another rank did not in
         any call."""
+        self._beside_wholes = 0
+        """Such steps, in which a rank kept everything whole instead."""
         self._readers: set[int] = set()
         """Ranks that have read such copies in a call of this step."""
         self._seen_wholes = self._gave_up_copies = False
@@ -208,7 +214,7 @@ class KeptWholes:
         self._step += 1
         self._seen_alone, self._readers, self._seen_wholes = set(), set(), False
         told = self._of_first.items()
-        self._of_first = {n: row for n, row in told if self._step - row.step < RECENT}
+        self._of_first = {n: row for n, row in told if self._step - row.step < LONG_AGO}
         return changes
 
     def _copies_change(self, plan: StepPlan) -> bool:
@@ -220,7 +226,8 @@ class KeptWholes:
         alone = 0 in self._readers and len(self._readers) < self._fabric.size
         # Who still keeps everything whole keeps no copies, and is waited for otherwise.
         self._copies_alone = self._copies_alone + 1 if alone and not self._seen_wholes else 0
-        if self._copies_alone >= PATIENCE:
+        self._beside_wholes = self._beside_wholes + 1 if alone and self._seen_wholes else 0
+        if self._copies_alone >= PATIENCE or self._beside_wholes >= WAITED_FOR:
             self.give_up_copies("another rank has no room for them")
         return self._gave_up_copies
 

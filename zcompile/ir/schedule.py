@@ -627,6 +627,17 @@ class Schedule:
                 rows += [("bucket", int(piece.entry), piece.nbytes) for piece in x.pieces]
         return tuple(rows)
 
+    @cached_property
+    def crossing_dtypes(self) -> tuple[tuple[str, int, str], ...]:
+        """In which dtypes bytes cross between ranks, where as many of another dtype would cross
+        alike: kind, entry, dtype of each gather and of each gradient that is made narrow."""
+        values = self.program.values if self.program is not None else ()
+        read = {value.entry: value.layout.dtype for value in values if value.share is not None}
+        gathers = [x.entry for x in self.instructions if isinstance(x, Gather)]
+        rows = [("gather", int(entry), str(read.get(entry))) for entry in gathers]
+        narrow = sorted(self.narrow_gradients.items())
+        return (*rows, *(("gradient", int(at), str(cast.copy_dtype)) for at, cast in narrow))
+
     def regions(self) -> list[Region]:
         """What it computes, in order."""
         return [x.region for x in self.effects if x.region is not None]

@@ -696,7 +696,8 @@ class _Call:
         text = f"of {self.schedule.name}: {len(names)} collectives"
         narrow = sorted(self.schedule.narrow_gradients)
         hooked = bytes(gradients.sees_wide(self.leaves[at]) for at in narrow)
-        detail = digest_of(names, [entries[at].name for at in narrow])
+        dtypes = self.schedule.crossing_dtypes
+        detail = digest_of(names, [(kind, entries[at].name, dtype) for kind, at, dtype in dtypes])
         self.hooked = fabric.begin_agreement(agree.name, detail, text, hooked)
         self.tickets[agree.ticket] = self.hooked.ticket
 

@@ -201,6 +201,8 @@ class Fabric:
     """The ranks of one session, and what crosses between them.
 
     rank, size  this one, of how many; not those of the world, if the mesh is a part of that
+    ranks       of the world, in the order of the mesh
+    number      of the session, among those of the same ranks: the same on all of them
     """
 
     def __init__(self, ranks: Sequence[int], group: Any, timeout_s: float) -> None:
@@ -208,7 +210,8 @@ class Fabric:
         ranks  of the world, this one among them
         group  their process group; None: they are all of the world, and make one of their own
         """
-        number = _SESSIONS[tuple(ranks)]
+        self.ranks = tuple(ranks)
+        self.number = number = _SESSIONS[self.ranks]
         self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
         self._error: BaseException | None = None
         self._pid = os.getpid()

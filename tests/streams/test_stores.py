@@ -307,6 +307,23 @@ def test_of_the_same_chain_the_host_hears_when_it_looks(store, monkeypatch):
     assert all(ticket.over for ticket in tickets)
 
 
+def test_a_thread_waits_for_copies_the_oldest_first_of_both_directions(store, monkeypatch):
+    puts, entry, slot = two_puts(store), create(store, "u"), store.arena.slot(64, 64)
+    puts.append(store.put(entry, slot, after=[store.device.mark()]))
+    back = store.fetch(entry, slot)
+    later = store.fetch(entry, store.arena.slot(128, 64))
+    wait, waited = Mark.wait, []
+
+    def noting(mark):
+        waited.append(mark)
+        wait(mark)
+
+    monkeypatch.setattr(Mark, "wait", noting)
+    back.wait()
+    assert waited == [copy.mark for copy in (*puts, back)]
+    assert not later.ended, "nobody asked"
+
+
 def test_who_is_interrupted_while_asking_may_ask_again(store, monkeypatch):
     left = put(store, create(store, "w"))
     ask = type(store.device).wait_in_thread

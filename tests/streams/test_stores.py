@@ -3,6 +3,7 @@ step of training has."""
 
 import contextlib
 import gc
+import signal
 import weakref
 
 import pytest
@@ -193,8 +194,9 @@ def test_of_the_end_of_a_copy_the_host_hears_when_others_are_enqueued(store, mon
     monkeypatch.setattr(Event, "answers", True)
     second = put(store, entry)
     assert first.over
-    assert second.over
+    assert not second.over
     assert store.is_idle()
+    assert second.over
     assert not store.simulation.held._jobs, "no thread waits"
     assert store.meter.bytes()["d2h"] == 2 * SIZE
 
@@ -305,6 +307,23 @@ def test_of_the_same_chain_the_host_hears_when_it_looks(store, monkeypatch):
     assert all(ticket.over for ticket in tickets)
 
 
+def test_a_thread_waits_for_copies_the_oldest_first_of_both_directions(store, monkeypatch):
+    puts, entry, slot = two_puts(store), create(store, "u"), store.arena.slot(64, 64)
+    puts.append(store.put(entry, slot, after=[store.device.mark()]))
+    back = store.fetch(entry, slot)
+    later = store.fetch(entry, store.arena.slot(128, 64))
+    wait, waited = Mark.wait, []
+
+    def noting(mark):
+        waited.append(mark)
+        wait(mark)
+
+    monkeypatch.setattr(Mark, "wait", noting)
+    back.wait()
+    assert waited == [copy.mark for copy in (*puts, back)]
+    assert not later.ended, "nobody asked"
+
+
 def test_who_is_interrupted_while_asking_may_ask_again(store, monkeypatch):
     left = put(store, create(store, "w"))
     ask = type(store.device).wait_in_thread
@@ -319,6 +338,111 @@ def test_who_is_interrupted_while_asking_may_ask_again(store, monkeypatch):
     assert not left.awaited, "else nobody would wait for it any more"
     store.drain()
     assert store.is_idle()
+
+
+def two_puts(store):
+    """Of which the first ends first."""
+    names = ("w", "v")
+    entries = [store.create(name, EntryKind.GRAD, 64, tier="host") for name in names]
+    return [store.put(e, store.arena.slot(0, 64), after=[store.device.mark()]) for e in entries]
+
+
+def tell_badly_once(store, monkeypatch):
+    ends = store._mover.ends
+    finished = ends._finished
+
+    def badly(*given):
+        monkeypatch.setattr(ends, "_finished", finished)
+        raise AssertionError("a defect")
+
+    monkeypatch.setattr(ends, "_finished", badly)
+
+
+def test_two_interrupts_while_the_host_looks_wait_until_copies_are_told(store, monkeypatch):
+    copies, asked = two_puts(store), []
+
+    def query(event):
+        asked.append(event)
+        if len(asked) == 2:  # one of the copies has ended
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return True
+
+    monkeypatch.setattr(Event, "query", query)
+    with pytest.raises(KeyboardInterrupt):
+        store.is_idle()
+    assert all(copy.over for copy in copies)
+    store.drain()
+
+
+def test_what_the_host_meets_while_it_looks_keeps_no_ended_copy_untold(store, monkeypatch):
+    copies = two_puts(store)
+    done = Mark.done
+
+    def done_badly(mark):
+        if mark is copies[1].mark:
+            raise AssertionError("a defect")
+        return done(mark)
+
+    monkeypatch.setattr(Event, "answers", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mark, "done", done_badly)
+        with pytest.raises(AssertionError, match="a defect"):
+            store.is_idle()
+    assert copies[0].ended
+    assert store.is_idle()
+    assert all(copy.over for copy in copies)
+
+
+def test_others_are_told_though_telling_one_copy_fails_and_that_one_later(store, monkeypatch):
+    copies = two_puts(store)
+    asked = copies[0].end_heard()
+    monkeypatch.setattr(Event, "answers", True)
+    tell_badly_once(store, monkeypatch)
+    with pytest.raises(AssertionError, match="a defect"):
+        store.is_idle()
+    assert [copy.over for copy in copies] == [False, True]
+    assert isinstance(asked.error, AssertionError), "who waits is not left waiting"
+    store.drain()
+    assert copies[0].over
+    assert copies[0].end_heard().error is None
+
+
+def test_who_abandons_a_store_has_all_told_that_ended(store, monkeypatch):
+    copies = two_puts(store)
+    monkeypatch.setattr(Event, "answers", True)
+    tell_badly_once(store, monkeypatch)
+    with pytest.raises(AssertionError, match="a defect"):
+        store.is_idle()
+    store._mover.abandon(RuntimeError("closed"))
+    assert all(copy.over for copy in copies)
+    assert not store._mover._in_flight
+
+
+def test_who_abandons_a_store_goes_on_though_one_end_fails(store, monkeypatch):
+    copies = two_puts(store)
+    tell_badly_once(store, monkeypatch)
+    with pytest.raises(AssertionError, match="a defect"):
+        store._mover.abandon(RuntimeError("closed"))
+    assert all(copy.over for copy in copies), "the first one was told by who ended the second"
+
+
+def test_what_the_host_meets_before_a_copy_takes_no_room_twice(store, monkeypatch):
+    monkeypatch.setattr(store, "will_join", lambda: True)
+    entry = create(store, "w")
+    first = put_from_compute(store, entry, 64)
+
+    def query(event):
+        raise AssertionError("a defect")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Event, "query", query)
+        with pytest.raises(AssertionError, match="a defect"):
+            put_from_compute(store, entry, 64)
+    assert store._backlog._now == 64, "the first"
+    assert list(store._mover._in_flight) == [first], "what was refused is nowhere"
+    store.drain()
+    assert store._backlog._now == 0
 
 
 def beside_the_arena():

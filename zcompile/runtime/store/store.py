@@ -873,7 +873,8 @@ class Store:
                     made.when_released(leave)
                 self._submit(made, after)
         except BaseException:  # what never started takes no room
-            self._backlog.leave(nbytes)
+            if copy is None or not copy.ended:  # else it leaves, or has left, by itself
+                self._backlog.leave(nbytes)
             raise
         if nbytes and self._backlog.is_awaited:  # who waits could not yet have this heard of
             transfer.await_end()

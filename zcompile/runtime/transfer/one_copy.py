@@ -14,12 +14,14 @@ host has not heard that they are over. Whoever enqueues another one looks which 
 
 A copy *ends* under the lock of the queue, once, and after all that it follows; then, outside of the
 lock, its memory is let go of and its extent, and who waits is told; at last it is *over*. Memory
-may run code of the user when it dies, so none dies under the lock. Asking for an end changes
-nothing but who looks: it may be done twice, or be interrupted half-way.
+may run code of the user when it dies, so none dies under the lock. What has ended and is not yet
+told is known to all (`CopyEnds`), not to one thread: whatever is raised in between, whoever comes
+next tells it. Asking for an end changes nothing but who looks: it may be done twice, or be
+interrupted half-way.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import RLock
 
@@ -27,8 +29,8 @@ from torch import Tensor
 
 from zcompile.runtime.device.base import CopyStreams, Direction
 from zcompile.runtime.tiers.base import Place
-from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
-from zcompile.runtime.transfer.ticket import Callback, Promise, Ticket
+from zcompile.runtime.transfer.interrupts import cleanup, uninterrupted
+from zcompile.runtime.transfer.ticket import Callback, Promise, Reporting, Ticket
 from zcompile.runtime.transfer.transfer import InFlight
 
 
@@ -98,7 +100,7 @@ class OneCopy(InFlight):
 
     def tell(self, finished: "Callable[[OneCopy, BaseException | None], None]") -> None:
         """Let go of the memory and tell those who wait, `finished` first; it has ended. Under no
-        lock."""
+        lock. What raises may be done once more."""
         self._drop_memory()
         finished(self, self.error)
         with self._ends.lock:
@@ -107,6 +109,14 @@ class OneCopy(InFlight):
         if heard is not None:
             heard.finish(self.error)
 
+    def not_told(self, error: BaseException) -> None:
+        """Telling met a defect. Who waits hears of that; who asks from now on has it told anew."""
+        with self._ends.lock:
+            self.awaited = False
+            heard, self._heard = self._heard, None
+        if heard is not None:
+            heard.finish(error)
+
     # --- Those who need it ---
 
     def done(self) -> bool:
@@ -114,6 +124,7 @@ class OneCopy(InFlight):
 
     memory_done = done
 
+    @uninterrupted
     def end_heard(self) -> Promise:
         with self._ends.lock:
             heard = self._heard = self._heard or Promise()
@@ -183,22 +194,25 @@ class CopyEnds:
         self._finished = finished
         self._on_streams: dict[Direction, deque[OneCopy]] = {"h2d": deque(), "d2h": deque()}
         """Those that have not ended, in the order of their stream; some at the front may have."""
+        self._untold: deque[OneCopy] = deque()
+        """Those that have ended, and that nobody has begun to tell, or not to the end."""
 
     def enqueued(self, copy: OneCopy) -> None:
         """Know a copy, the newest on its stream. Under the lock."""
         self._on_streams[copy.direction].append(copy)
 
     @uninterrupted
+    @cleanup  # of torch's code, too: an interrupt would be taken for what the copies met
     def look(self) -> None:
         """See which copies are over, and have them told."""
         with self.lock:
-            ended = self._take_ended()
-        self._tell(ended)
+            self._take_ended()
+        self.tell()
 
     def hear(self, copy: OneCopy) -> None:
-        """Have a thread go on until a copy has ended."""
+        """Have a thread go on until a copy has ended, and tell it if nobody has."""
         with self.lock:
-            if copy.ended or copy.awaited:
+            if copy.over or copy.awaited:
                 return
             copy.streams.wait_in_thread(copy.direction, partial(self._hear, copy))
             copy.awaited = True  # now: who is interrupted before asks once more
@@ -211,25 +225,53 @@ class CopyEnds:
         for copy in last:
             self.hear(copy)
 
+    @uninterrupted
     def fail(self, copy: OneCopy, error: BaseException) -> None:
         """End a copy with an error, if it has not ended."""
-        with deferred_interrupts():
-            with self.lock:
-                ended = [copy] if copy.end_with(error) else []
-            self._tell(ended)
+        with self.lock:
+            self._end(copy, error)
+        self.tell()
 
-    def _tell(self, ended: Iterable[OneCopy]) -> None:
-        for copy in ended:
+    @uninterrupted
+    @cleanup
+    def tell(self) -> None:
+        """Have all told that have ended. Under no lock.
+
+        raises  the first error that this met, once it has gone on with the others
+        """
+        raised: list[BaseException] = []
+        for _ in range(len(self._untold)):
+            with self.lock:
+                if not self._untold:  # others have told them
+                    break
+                copy = self._untold.popleft()
+            with Reporting(raised.append):
+                self._tell(copy)
+        if raised:
+            raise raised[0]
+
+    def _tell(self, copy: OneCopy) -> None:
+        try:
             copy.tell(self._finished)
+        except BaseException as failed:
+            with self.lock:
+                self._untold.append(copy)
+            copy.not_told(failed)
+            raise
+
+    def _end(self, copy: OneCopy, error: BaseException | None) -> None:
+        """Note an end, to be told. Under the lock."""
+        if copy.end_with(error):
+            self._untold.append(copy)
 
     def _hear(self, copy: OneCopy) -> None:
         """Wait for one copy after the other, the oldest first, until this one has ended. In a
         thread."""
         while True:
             with self.lock:
-                ended = self._take_ended()
+                self._take_ended()
                 first = None if copy.ended else self._first_before(copy)
-            self._tell(ended)
+            self.tell()
             if first is None:
                 return
             assert first.mark is not None, "it is enqueued"
@@ -239,8 +281,8 @@ class CopyEnds:
             except RuntimeError as failed:
                 error = failed
             with self.lock:
-                ended = [first] if first.end_with(error) else []
-            self._tell(ended)
+                self._end(first, error)
+            self.tell()
 
     def _first_before(self, copy: OneCopy) -> OneCopy:
         """The oldest copy that has to end before this one does, or this one. Under the lock; none
@@ -250,21 +292,19 @@ class CopyEnds:
             first = self._on_streams[other.direction][0]  # an older one, so that this comes to rest
         return first
 
-    def _take_ended(self) -> list[OneCopy]:
+    def _take_ended(self) -> None:
         """Take out the copies whose events have passed, the oldest first; they end here. Under the
         lock."""
-        found: list[OneCopy] = []
         before = -1
-        while before < len(found):  # what one follows may be on the other stream
-            before = len(found)
+        while before < len(self._untold):  # what one follows may be on the other stream
+            before = len(self._untold)
             for on_stream in self._on_streams.values():
-                while on_stream and self._has_ended(first := on_stream[0], found):
+                while on_stream and self._has_ended(first := on_stream[0]):
                     if on_stream and on_stream[0] is first:
                         on_stream.popleft()
-        return found
 
-    def _has_ended(self, first: OneCopy, found: list[OneCopy]) -> bool:
-        """Whether the oldest copy on a stream has ended; joins `found` if it does now."""
+    def _has_ended(self, first: OneCopy) -> bool:
+        """Whether the oldest copy on a stream has ended, now or before."""
         if first.ended:
             return True
         if not all(other.ended for other in first.follows):
@@ -276,6 +316,5 @@ class CopyEnds:
                 return False
         except RuntimeError as failed:
             error = failed
-        if first.end_with(error):
-            found.append(first)
+        self._end(first, error)
         return True

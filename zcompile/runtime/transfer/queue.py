@@ -15,7 +15,7 @@ from torch import Tensor
 from zcompile.runtime.device.pages import clear_bytes
 from zcompile.runtime.tiers.base import Place, Span, TierIO
 from zcompile.runtime.transfer.one_copy import CopyEnds, OneCopy
-from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Ticket, Workers
+from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Reporting, Ticket, Workers
 from zcompile.runtime.transfer.transfer import InFlight, SourceRead, Transfer
 
 HEARD_BY_THE_HOST = InFlight, Promise
@@ -85,6 +85,7 @@ class TransferQueue:
                 return False
             elif type(ticket) is not Ready:
                 marks.append(ticket)
+        self.ends.look()  # now: what that meets is to be raised before there is a copy
         with self._lock:
             self.check(place)
             assert not place.freed, f"{place.name!r} is used after its last use"
@@ -107,7 +108,6 @@ class TransferQueue:
                 self.ends.enqueued(copy)
         if error is not None:
             copy.fail(error)
-        self.ends.look()
         return True
 
     def _follow(
@@ -241,12 +241,20 @@ class TransferQueue:
 
     def abandon(self, error: BaseException) -> None:
         """Fail all that is in flight; the threads that moved it have stopped, or it will never
-        move."""
+        move.
+
+        raises  the first error that this met, once it has gone on with the others
+        """
         with self._lock:
             self.closed = self.closed or error
             left = list(self._in_flight)
-        for transfer in left:
-            transfer.fail(error)
+        raised: list[BaseException] = []
+        ends: list[Callable[[], None]] = [partial(transfer.fail, error) for transfer in left]
+        for end in (*ends, self.ends.tell):
+            with Reporting(raised.append):
+                end()
+        if raised:
+            raise raised[0]
 
     def _start_later(self, transfer: Transfer, error: BaseException | None) -> None:
         self._starter.submit(partial(transfer.start, error))
@@ -255,17 +263,19 @@ class TransferQueue:
         """A transfer has ended: note its error, and free the extent if its entry is dead."""
         place = transfer.place
         with self._lock:
-            if started := transfer in self._in_flight:
+            if started := transfer in place.in_flight:
                 place.in_flight.remove(transfer)
             if error is not None:
                 place.error = place.error or error
                 if self.closed is None:
                     self.error = self.error or error
             free = started and place.freed and not place.in_flight
-        if free:
-            place.tier.release(place.extent)
-        with self._lock:  # now: who waits for extents waits for what is in flight
-            self._in_flight.pop(transfer, None)
+        try:
+            if free:
+                place.tier.release(place.extent)
+        finally:
+            with self._lock:  # now: who waits for extents waits for what is in flight
+                self._in_flight.pop(transfer, None)
 
 
 def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:

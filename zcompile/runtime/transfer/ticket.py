@@ -197,12 +197,12 @@ def start_workers(
 def _run_jobs(jobs: "SimpleQueue[Job | None]", crashed: Callable[[BaseException], None]) -> None:
     """Run jobs until None comes; the loop of a worker thread."""
     while (job := jobs.get()) is not None:
-        with _Reporting(crashed):
+        with Reporting(crashed):
             job()
         del job
 
 
-class _Reporting:
+class Reporting:
     """Hands whatever a block raises to `report`, and goes on."""
 
     def __init__(self, report: Callable[[BaseException], None]) -> None:

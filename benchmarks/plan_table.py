@@ -272,7 +272,9 @@ def dry(case: Case) -> list[Row]:
         }
         given = terms.on(replace(terms.machine, tiers=tiers))
         began = time.perf_counter()
-        found = evaluated(traced.step, given, traced.held_bytes, traced.chunk_bytes, prices=False)
+        found = evaluated(
+            traced.step, given, traced.held_bytes, traced.chunk_bytes, False, traced.reads.get
+        )
         took = time.perf_counter() - began
         compute_s = sum(found.compute_s.values())
         link_s = busiest(found.timeline.busy_s, given.machine.links)

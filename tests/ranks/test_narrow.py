@@ -217,9 +217,9 @@ def test_all_of_a_weight_is_kept_in_the_dtype_that_is_asked_for(pool):
         assert told["sent"]["gather"] == sum(parts[n].count * sizes[n] for n in cast)
 
 
-def in_two_dtypes(mesh):
-    """Trained in float16, all of each weight kept, and evaluated in float16 and bfloat16 in turn:
-    in how many weights are kept, and whether each evaluation has the bits of eager."""
+def compiled_in_two_dtypes(mesh):
+    """A model of which all is to be kept whole, its graphs in float16 and in bfloat16, its
+    optimizer, and a batch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(160, 160, bias=False), nn.Linear(160, 160, bias=False))
@@ -230,6 +230,13 @@ def in_two_dtypes(mesh):
     }
     made = torch.optim.SGD(model.parameters(), lr=1e-2)
     x = torch.randn(8, 160, generator=torch.Generator().manual_seed(3))
+    return model, calls, made, x
+
+
+def in_two_dtypes(mesh):
+    """Trained in float16, all of each weight kept, and evaluated in float16 and bfloat16 in turn:
+    in how many weights are kept, and whether each evaluation has the bits of eager."""
+    model, calls, made, x = compiled_in_two_dtypes(mesh)
     for _ in range(3):
         with torch.autocast("cpu", FP16, cache_enabled=False):
             loss = calls[FP16](x).square().mean()
@@ -255,16 +262,7 @@ def test_what_is_kept_whole_is_read_in_its_own_dtype_alone(pool):
 def trained_in_two_dtypes(mesh):
     """Each step has a backward in float16 and one in bfloat16: how many weights are kept whole, and
     the bytes that the last step has sent, and was predicted to send."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(160, 160, bias=False), nn.Linear(160, 160, bias=False))
-    zcompile.offload(model, mesh=mesh, **{**ROOMY, "stage": 2})
-    calls = {
-        dtype: torch.compile(model, backend="zinf", options={"param_dtype": dtype})
-        for dtype in (FP16, BF16)
-    }
-    made = torch.optim.SGD(model.parameters(), lr=1e-2)
-    x = torch.randn(8, 160, generator=torch.Generator().manual_seed(3))
+    model, calls, made, x = compiled_in_two_dtypes(mesh)
     for _ in range(PLANNED):
         zcompile.stats(model, reset=True)
         for dtype, call in calls.items():

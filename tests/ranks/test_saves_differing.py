@@ -229,7 +229,7 @@ def test_windows_are_in_the_part_of_every_rank(count, ranks):
 
 
 def resumed_apart(mesh, path):
-    """Resume from the directory of this rank."""
+    """Resume what lies in the directory of this rank, a checkpoint or a commit."""
     model = zcompile.offload(Three(), mesh=mesh, **BUDGETS)
     with pytest.raises(RanksDiffer) as caught:
         zcompile.resume(f"{path}/{mesh.get_local_rank()}", model)
@@ -245,22 +245,13 @@ def test_ranks_that_resume_other_checkpoints_of_equal_values_are_told(pool, tmp_
         assert f"in {tmp_path}/1" in text
 
 
-def resumed_durably_apart(mesh, path):
-    """Resume from the last commit of the training of this rank."""
-    model = zcompile.offload(Three(), mesh=mesh, **BUDGETS)
-    with pytest.raises(RanksDiffer) as caught:
-        zcompile.resume(f"{path}/{mesh.get_local_rank()}", model)
-    zcompile.close(model)
-    return str(caught.value)
-
-
 def test_ranks_that_resume_commits_of_other_trainings_are_told(pool, tmp_path):
     for rank in range(2):
         path = tmp_path / str(rank)
         model = zcompile.offload(Three(), mesh=False, disk=path, durable=True, **BUDGETS)
         zcompile.save(path, model)
         zcompile.close(model)
-    for text in pool.run(resumed_durably_apart, 2, str(tmp_path)):
+    for text in pool.run(resumed_apart, 2, str(tmp_path)):
         assert "the ranks differ in how they read what was committed" in text
         assert f"rank 1: read what was committed step 0 in {tmp_path}/1" in text
 

@@ -15,7 +15,7 @@ from zcompile.machine.model import Link, Machine
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
-from zcompile.planner.late_step import with_late_step
+from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, with_copies
 from zcompile.planner.outlook import Shadow, shadow_prices
 from zcompile.planner.placement import Room
@@ -122,9 +122,8 @@ def plan_of(
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
-    late = with_late_step(step, session.device.chunk_bytes)
-    whole = step if late is None else late.step
-    return demand_of(whole, costs.region_seconds, together=True, machine=costs.machine)
+    late = with_all_late(step, session.device.chunk_bytes)
+    return demand_of(late, costs.region_seconds, together=True, machine=costs.machine)
 
 
 def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:

@@ -74,6 +74,12 @@ def with_late_step(
     return LateStep(replace(step, calls=tuple(kept)), forwards)
 
 
+def with_all_late(step: StepTrace, chunk_bytes: int) -> StepTrace:
+    """The step with all updates late that may be; as it is, if none may."""
+    late = with_late_step(step, chunk_bytes)
+    return step if late is None else late.step
+
+
 def _chunks(step: StepTrace, found: Mapping[int, Mapping[int, int]], chunk_bytes: int) -> int:
     """Number of chunks of the rows that may be late, where room does not make them smaller."""
     rows = [step.calls[number].schedule.rows[n] for number, of in found.items() for n in of]

@@ -18,7 +18,7 @@ from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
-from zcompile.planner.late_step import with_late_step
+from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Room, group, lane_seconds, place
 from zcompile.planner.simulator import simulate, step_seconds
@@ -171,8 +171,7 @@ def evaluated(
     several = terms.machine.ranks > 1
     narrow = None if several else with_copies(step, reading)
     read_as = [step] if narrow is None else [step, narrow.step]
-    late = [with_late_step(way, chunk_bytes) for way in read_as]
-    ways = [way if at is None else at.step for way, at in zip(read_as, late, strict=True)]
+    ways = [with_all_late(way, chunk_bytes) for way in read_as]
     if not several and terms.stage != "auto":
         why = "is of several ranks that train one model, and the machine has one"
         raise ConfigInvalid("stage", terms.stage, why)

@@ -726,17 +726,15 @@ class _Call:
         after = self._after(x.after) or [self.store.device.mark()]
         grad, cast = self.values[x.value], self.schedule.narrow_gradients.get(x.entry)
         narrow = cast is not None and grad.dtype is cast.copy_dtype
-        widens = cast is not None and narrow and self._crosses_wide(x.entry)
         wide_bytes = 0
-        if widens:
-            assert cast is not None, "it is narrow"
+        if cast is not None and narrow and self._crosses_wide(x.entry):
             wide_bytes = grad.numel() * cast.dtype.itemsize
             self._expect(wide_bytes, self.schedule.departing_bytes)
             grad, narrow, after = grad.to(cast.dtype), False, [*after, self.store.device.mark()]
         wide, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow)
         made = self._fabric.exchange(grad, entry.partition, entry.name, after)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
-        if widens:
+        if wide_bytes:
             self.in_flight.note(wide, made.ticket)
             self.in_flight.sent(wide_bytes, NO_STORAGES)
 

@@ -207,7 +207,7 @@ class CopyEnds:
         """See which copies are over, and have them told."""
         with self.lock:
             self._take_ended()
-        self.tell()
+        self._tell_all()
 
     def hear(self, copy: OneCopy) -> None:
         """Have a thread go on until a copy has ended, and tell it if nobody has."""
@@ -226,11 +226,12 @@ class CopyEnds:
             self.hear(copy)
 
     @uninterrupted
+    @cleanup
     def fail(self, copy: OneCopy, error: BaseException) -> None:
         """End a copy with an error, if it has not ended."""
         with self.lock:
             self._end(copy, error)
-        self.tell()
+        self._tell_all()
 
     @uninterrupted
     @cleanup
@@ -239,6 +240,10 @@ class CopyEnds:
 
         raises  the first error that this met, once it has gone on with the others
         """
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """As `tell`, of who defers interrupts already."""
         raised: list[BaseException] = []
         for _ in range(len(self._untold)):
             with self.lock:

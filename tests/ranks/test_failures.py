@@ -19,6 +19,7 @@ from sampled import sampled, sampled_rows
 import zcompile
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
 from zcompile.frontend.offload import session_behind
+from zcompile.runtime.progress import working
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
@@ -233,6 +234,26 @@ def test_a_rank_that_does_not_come_is_missed_and_named(pool):
         "the one that came first misses it, and tells the other"
     )
     assert "rank 1 on " in found[1][1], "it is told when it comes"
+
+
+def crossed(mesh):
+    """Each rank waits for the other, over another model and within long work of its own."""
+    models = [zcompile.offload(words(), mesh=mesh, **BUDGETS, rank_timeout="2s") for _ in range(2)]
+    rank = mesh.get_local_rank()
+    try:
+        with working("saving"):
+            session_behind(models[rank]).fabric.agree("save")
+    except RankFailed as error:
+        return str(error)
+    finally:
+        for model in models:
+            zcompile.close(model)
+    return ""
+
+
+def test_ranks_that_wait_for_each_other_within_long_work_are_missed(pool):
+    for text in pool.run(crossed, 2):
+        assert "did not come within 2 s to agree on save" in text
 
 
 def alone(mesh):

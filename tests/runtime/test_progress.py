@@ -89,6 +89,14 @@ def test_long_work_is_shown_after_a_second_and_then_every_other_with_how_far_it_
     ]
 
 
+def test_who_waits_for_other_ranks_is_not_busy(board):
+    with board.working("saving"):
+        assert board.doing() == "saving"
+        with board.waiting():
+            assert board.doing() == ""
+        assert board.doing() == "saving"
+
+
 def test_without_a_total_the_count_and_the_step_are_shown(board, clock, shown):
     with board.working("building", unit=show_size) as work:
         pass_time(board, clock, 1)

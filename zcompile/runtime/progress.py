@@ -13,7 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from zcompile.config import shows_progress
@@ -97,6 +98,8 @@ class Board:
         """Thread -> its open works, the outermost first; the oldest thread first."""
         self._unseen: list[Work] = []
         """Open works that are not shown."""
+        self._waits: set[object] = set()
+        """One thing for each wait for other ranks that is on its way."""
         self._display: Display | None = None
         self._next = 0.0
         self._timer: tuple[threading.Thread, threading.Event] | None = None
@@ -157,9 +160,23 @@ class Board:
             if looking is not threading.current_thread():
                 looking.join()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which other ranks are waited for: who waits is not busy, whatever the work
+        is that it waits within."""
+        wait = object()
+        try:
+            self._waits.add(wait)
+            yield
+        finally:
+            self._waits.discard(wait)
+
     def doing(self) -> str:
-        """The works of the oldest thread, the outermost first, shown or not; "" if none is open."""
+        """The works of the oldest thread, the outermost first, shown or not; "" if none is open, or
+        other ranks are waited for."""
         with self._lock:
+            if self._waits:
+                return ""
             works = next(iter(self._stacks.values()), self._unseen)
             return "; ".join(map(str, list(works)))
 

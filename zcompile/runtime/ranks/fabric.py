@@ -197,6 +197,13 @@ class Marked(NamedTuple):
     ticket: Promise
 
 
+def _wait_for(collective: Promise) -> None:
+    """Wait for what other ranks take part in: two that wait for each other, each within long work
+    of its own, are to be missed."""
+    with BOARD.waiting():
+        collective.wait()
+
+
 class Fabric:
     """The ranks of one session, and what crosses between them.
 
@@ -266,7 +273,7 @@ class Fabric:
     ) -> list[tuple[bytes, str]]:
         """As `compare`; returns the text of each rank too, of which some 400 bytes are told."""
         records: list[Record] = []
-        self._begin_agreement(what, digest_of(*detail), value, text, records).wait()
+        _wait_for(self._begin_agreement(what, digest_of(*detail), value, text, records))
         return [(record.value, record.text) for record in records]
 
     def begin_agreement(self, what: str, detail: bytes, text: str, marks: bytes = b"") -> Marked:
@@ -351,7 +358,7 @@ class Fabric:
             )
 
         sent = own.numel() * own.element_size() * (self.size - 1)
-        self._submit("agree", "tell each other", collect, (), sent).wait()
+        _wait_for(self._submit("agree", "tell each other", collect, (), sent))
         return found
 
     def sums(self, rows: Tensor, largest: bool = False) -> Tensor:
@@ -515,7 +522,7 @@ class Fabric:
             )
 
         sent = memory.numel() * (self.size - 1) * (self.rank == 0)
-        self._submit("gather", f"spread {name!r}", send, (), sent).wait()
+        _wait_for(self._submit("gather", f"spread {name!r}", send, (), sent))
 
     def deliver(
         self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
@@ -530,7 +537,7 @@ class Fabric:
             self._lanes["gather"].messages(what, list(sends.items()), list(receives.items()))
 
         sent = sum(tensor.numel() for tensor in sends.values())
-        self._submit("gather", what, carry, (), sent).wait()
+        _wait_for(self._submit("gather", what, carry, (), sent))
 
     @property
     def hosts(self) -> tuple[str, ...]:

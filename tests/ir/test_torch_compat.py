@@ -2,7 +2,10 @@
 
 import ast
 import inspect
+import os
+import socket
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -411,6 +414,26 @@ def store_of_ranks() -> None:
         assert mine.compare_set("first", "", "late") == b"told"
     finally:
         dist.destroy_process_group()
+
+
+@contract
+def keys_below() -> None:
+    store = dist.HashStore()
+    below = private.keys_below("a", store)
+    below.set("b", "1")
+    assert below.get("b") == store.get("a/b") == b"1"
+    assert not below.check(["a/b"])
+
+
+@contract
+def store_of_torchrun() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
+    with patch.dict(os.environ, told):
+        store, rank, size = private.store_of_torchrun()
+    store.set("a", "1")
+    assert (store.get("a"), rank, size) == (b"1", 0, 1)
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))

@@ -24,16 +24,21 @@ from zcompile.errors import (
     more_device_memory,
 )
 from zcompile.ir.partition import partition_of
+from zcompile.ir.torch_compat import keys_below, store_of_torchrun
 from zcompile.ir.types import Layout
 from zcompile.ir.version import VERSION
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
 from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.meeting import meet
 
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
 processes. SLURM's is not among them: it says the same to a script that runs once."""
+FIND_RANKS_S = 1800.0
+"""Seconds in which all processes that torchrun starts must come: as long as torch.distributed waits
+for them."""
 ALIKE = (
     "activations",
     "regions",
@@ -67,7 +72,7 @@ def open_fabric(config: Config) -> Fabric | None:
             )
         return None
     if not dist.is_initialized() and dist.is_available() and dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        _find_ranks()
     if not dist.is_initialized():
         told = next((text for text, size in _sizes() if size > 1), "a mesh is given")
         raise Unsupported(
@@ -82,6 +87,14 @@ def open_fabric(config: Config) -> Fabric | None:
     whole = len(ranks) == dist.get_world_size()
     group = None if whole else config.mesh.get_group()
     return Fabric(ranks, group, float(config.rank_timeout))
+
+
+def _find_ranks() -> None:
+    """Make the process group of a process that torchrun has started; what the start before a
+    restart has left in the store of torchrun is not read. raises  RankFailed"""
+    store, rank, size = store_of_torchrun()
+    start = meet(keys_below(f"zcompile/start/{size}", store), rank, size, FIND_RANKS_S).name
+    dist.init_process_group("gloo", store=keys_below(start, store), rank=rank, world_size=size)
 
 
 def _ranks_of(mesh: Any) -> list[int]:

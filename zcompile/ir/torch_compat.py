@@ -831,7 +831,23 @@ def store_of_ranks(name: str) -> Any:
     from torch.distributed import distributed_c10d  # not every build of torch has it
 
     store: Any = distributed_c10d._get_default_store()
-    return distributed_c10d.PrefixStore(name, store.clone())
+    return keys_below(name, store.clone())
+
+
+def keys_below(name: str, store: Any) -> Any:
+    """A store of the keys of another store that begin with `name`."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d.PrefixStore(name, store)
+
+
+def store_of_torchrun() -> tuple[Any, int, int]:
+    """The store through which processes that torchrun has started find each other, the rank of this
+    one, and how many they are."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, size = next(iter(rendezvous("env://")))
+    return store, rank, size
 
 
 def compiled_frame() -> int | None:

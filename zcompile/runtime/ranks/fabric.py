@@ -31,9 +31,10 @@ from torch import Tensor
 
 from zcompile.errors import RanksDiffer, ZinfError
 from zcompile.ir.partition import Partition
-from zcompile.ir.torch_compat import materialised, store_of_ranks
+from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.progress import BOARD
-from zcompile.runtime.ranks.watch import Store, Waiting, Watch, hosts_of
+from zcompile.runtime.ranks.meeting import meet
+from zcompile.runtime.ranks.watch import Store, Waiting, Watch
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Promise, Ticket, Workers
 
@@ -228,8 +229,9 @@ class Fabric:
         self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in LANES}
         """Lane -> bytes that this rank has sent, and seconds that its collectives took."""
         # First through the store: what makes a group waits for a rank that never comes.
-        store: Store = store_of_ranks(f"zcompile/{'-'.join(map(str, ranks))}/{number}")
-        self._hosts = hosts_of(store, self.rank, self.size, timeout_s)
+        found = store_of_ranks(f"zcompile/{'-'.join(map(str, ranks))}/{number}")
+        name, self._hosts = meet(found, self.rank, self.size, timeout_s)
+        store: Store = keys_below(name, found)
         _SESSIONS[tuple(ranks)] += 1
         if group is None:
             group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")

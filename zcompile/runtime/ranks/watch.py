@@ -8,7 +8,6 @@ it is busy with long work of its own, as compiling is.
 """
 
 import json
-import socket
 import sys
 import threading
 import time
@@ -247,20 +246,3 @@ class Watch:
             f"{last} (its call {calls}, of {self.calls} here)",
         )
         return self._read_failure()
-
-
-def hosts_of(store: Store, rank: int, ranks: int, timeout_s: float) -> list[str]:
-    """The host of each rank, as they tell it when they make a session; they wait for each other.
-
-    raises  RankFailed, if one does not come
-    """
-    store.set(f"host/{rank}", socket.gethostname())
-    hosts, until = [], time.monotonic() + timeout_s
-    for other in range(ranks):
-        while not store.check([f"host/{other}"]):
-            if time.monotonic() > until:
-                why = f"did not come within {timeout_s:g} s to offload the model"
-                raise RankFailed(other, "a host that is not known yet", why, MESH)
-            time.sleep(LOOK_S / 20)
-        hosts.append(store.get(f"host/{other}").decode())
-    return hosts

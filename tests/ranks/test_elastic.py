@@ -4,6 +4,7 @@ numbers are those of one process that nothing happened to."""
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,21 +35,25 @@ except NothingCommitted:
     begin = 0
 print(f"rank {rank} of {ranks} begins at {begin}", flush=True)
 for step in range(begin, 6):
-    if step == 2 and rank == ranks - 1 and not (here / "died").exists():
+    if step == 2 and "NODE" not in os.environ and rank == 1 and not (here / "died").exists():
         (here / "died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if step == 2 and os.environ.get("NODE") == "that dies":
+        os.kill(os.getppid(), signal.SIGKILL)  # torchrun itself, which would start this rank again
         os.kill(os.getpid(), signal.SIGKILL)
     train(model, run, optimizer, rank, ranks, steps=[step])
 print(f"rank {rank} of {ranks} ends with {state_of(model, optimizer)}", flush=True)
 """
 
 
-def started(path: Path, *options: str) -> subprocess.Popen[str]:
+def started(path: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     (script := path / "script.py").write_text(SCRIPT)
     env = {
         **{name: text for name, text in os.environ.items() if "XDIST" not in name},
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'helpers'}",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     launch = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3", *options]
     return subprocess.Popen(
@@ -84,3 +89,26 @@ def test_torchrun_starts_as_many_ranks_again(tmp_path):
     last = str(expected_after(6)[-1])
     # Two processes write to one pipe: their lines may share one.
     assert re.findall(r"ends with (\{.*?\})", text) == [last] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.slow
+def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    options = "--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=elastic"
+    # The one that is first waits for the other before it starts alone.
+    left, dies = (
+        started(
+            tmp_path,
+            *options,
+            f"--rdzv-endpoint={meeting}",
+            f"--rdzv-conf=is_host={int(stays)},last_call_timeout=60",
+            NODE="that stays" if stays else "that dies",
+        )
+        for stays in (True, False)
+    )
+    ended(dies)
+    text = ended(left)
+    assert begins(text) == [(2, 0), (1, 2)], text
+    assert f"rank 0 of 1 ends with {expected_after(6)[-1]}" in text

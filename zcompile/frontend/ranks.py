@@ -99,7 +99,8 @@ def _ranks_of(mesh: Any) -> list[int]:
         raise ConfigInvalid(
             "mesh", mesh, f"is of {mesh.device_type!r}: several ranks train on device='cpu' so far"
         )
-    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    # As their process group, and `mesh.get_local_rank()`, number them, whatever their order is.
+    ranks = sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
         raise ConfigInvalid("mesh", mesh, f"does not contain this rank, {dist.get_rank()}")
     return ranks

@@ -336,7 +336,7 @@ def refused(mesh, case):
 
 
 def in_tiles(model, mesh):
-    zcompile.offload(model, mesh=mesh, tile_bytes="8KiB", **BUDGETS)
+    zcompile.offload(model, mesh=mesh, tile_bytes="8KiB", stage=2, **BUDGETS)
 
 
 def assigned(model, mesh):
@@ -352,7 +352,7 @@ def uncompiled(model, mesh):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("in_tiles", "tile_bytes=8192 is asked for, and several ranks"),
+        ("in_tiles", "stage=2 with tile_bytes=8192 is asked for, and several ranks"),
         ("assigned", "the .data of 'head.weight' is assigned, and several ranks"),
         ("uncompiled", "comes from code outside of a compiled graph, and several ranks"),
     ],

@@ -44,6 +44,7 @@ ALIKE = (
     "durable",
     "stage",
     "param_dtype",
+    "tile_bytes",
 )
 """Of a config, what decides what crosses between ranks. What `torch.compile(options=)` says instead
 is compared with the collectives of each call."""
@@ -110,7 +111,8 @@ def _refuse_unready(config: Config) -> None:
     """Refuse what several ranks cannot do together yet. raises  Unsupported"""
     asked = {
         f"device={config.device!r}": torch.device(config.device or "cpu").type != "cpu",
-        f"tile_bytes={config.tile_bytes}": config.tile_bytes is not None,
+        f"stage=2 with tile_bytes={config.tile_bytes}": config.stage == 2
+        and config.tile_bytes is not None,
     }
     if said := [text for text, holds in asked.items() if holds]:
         raise Unsupported(

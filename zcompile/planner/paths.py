@@ -18,7 +18,9 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 
 def crossing_bytes(x: Effects, ranks: int) -> int:
     """Bytes of a collective that come to one of so many ranks from the others: of each its share,
-    or all of what each of them has made."""
+    or all of what each of them has made; of a tile what shares have of it."""
+    if x.tile is not None:
+        return x.tile.own_nbytes * (ranks - 1) if x.defines else x.nbytes - x.tile.own_nbytes
     return x.nbytes * (ranks - 1) // (1 if x.each else ranks)
 
 
@@ -128,8 +130,9 @@ class LinkPaths:
 
     def _gradient(self, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
         """The transfer of a gradient home, where it is added to earlier parts."""
-        home, more = self.home(ref), (ref, moved.begin) in self._came
-        self._came.add((ref, moved.begin))
+        at = moved.begin if moved.tile is None else moved.tile[0]
+        home, more = self.home(ref), (ref, at) in self._came
+        self._came.add((ref, at))
         if more and home == DISK:
             return self._sim_transfer(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
         return self._leaving(home, moved, adds=more)

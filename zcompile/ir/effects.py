@@ -133,6 +133,7 @@ class Effects(NamedTuple):
     bucket        gradients that it puts into the bucket of the call, or that cross with it
     viewed_as     dtype of the tensors over `views`
     tile          of what ranks hold shares of, the range that it is about; None: all of it
+    wide_nbytes   bytes of a gradient that crosses between ranks, if hooks see it; 0: the same
     """
 
     kind: str
@@ -161,6 +162,7 @@ class Effects(NamedTuple):
     bucket: tuple[Piece, ...] = ()
     viewed_as: torch.dtype | None = None
     tile: SharedRange | None = None
+    wide_nbytes: int = 0
 
     @property
     def is_collective(self) -> bool:

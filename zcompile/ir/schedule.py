@@ -170,6 +170,8 @@ class Exchange:
     each      every rank gets all of it, and not only a share
     is_tile   it is a part of a gradient
     tile      that part, of which each rank gets what is of its share; None: each gets all
+    wide_nbytes  of the gradient in its parameter's dtype, in which it crosses if any rank has a
+              hook of it; 0: it is made in that
     """
 
     value: Register
@@ -182,6 +184,7 @@ class Exchange:
     each: bool = False
     tile: SharedRange | None = None
     is_tile: bool = False
+    wide_nbytes: int = 0
 
     @cached_property
     def effects(self) -> Effects:
@@ -196,6 +199,7 @@ class Exchange:
             ticket=self.ticket,
             each=self.each,
             tile=self.tile,
+            wide_nbytes=self.wide_nbytes,
         )
 
 

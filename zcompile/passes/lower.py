@@ -281,6 +281,7 @@ class _Lowering:
             each,
             x.tile,
             is_tile=bool(x.of_nbytes),
+            wide_nbytes=_wide_nbytes(x),
         )
 
     def _departure(self, x: Departure, after: tuple[Ticket, ...]) -> Departure:
@@ -306,6 +307,11 @@ def _is_small(x: Reduce) -> bool:
     """Whether a gradient crosses in a bucket: each by itself would cost more than its bytes."""
     whole = not (x.share_nbytes or x.of_nbytes)
     return x.shared and whole and x.nbytes <= SMALL_BYTES
+
+
+def _wide_nbytes(x: Reduce) -> int:
+    """Bytes of a gradient in its parameter's dtype; 0, if it is made in that."""
+    return 0 if x.cast is None else x.nbytes // x.cast.copy_dtype.itemsize * x.cast.dtype.itemsize
 
 
 def _order(value: ReadValue) -> int:

@@ -731,15 +731,18 @@ class _Call:
         grad, cast = self.values[x.value], self.schedule.narrow_gradients.get(x.entry)
         narrow = cast is not None and grad.dtype is cast.copy_dtype
         wide_bytes = 0
-        if cast is not None and narrow and self._crosses_wide(x.entry):
+        wide = cast is not None and narrow and self._crosses_wide(x.entry)
+        if cast is not None:
+            entry.crosses_wide = wide
+        if cast is not None and wide:
             wide_bytes = grad.numel() * cast.dtype.itemsize
             self._expect(wide_bytes, self.schedule.departing_bytes)
             grad, narrow, after = grad.to(cast.dtype), False, [*after, self.store.device.mark()]
-        wide, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow, x.is_tile)
+        seen, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow, x.is_tile)
         made = self._fabric.exchange(grad, entry.partition, entry.name, after, x.tile)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
         if wide_bytes:
-            self.in_flight.note(wide, made.ticket)
+            self.in_flight.note(seen, made.ticket)
             self.in_flight.sent(wide_bytes, NO_STORAGES)
 
     def _exchange_bucket(self, x: ExchangeBucket) -> None:

@@ -185,6 +185,8 @@ class Entry:
     tiles    and of its tiles: offset -> (elements, how -> result)
     narrow   its bytes rest in the narrower `copy_dtype`, in which each value is what it is; None:
              they are `nbytes`. Who uses it without saying so finds it widened (`settle`)
+    crosses_wide  of a parameter: its last gradient, made in a narrower dtype, crossed between ranks
+             in its own, since a hook of some rank sees it
     """
 
     def __init__(
@@ -215,6 +217,7 @@ class Entry:
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self.narrow: Cast | None = None
+        self.crosses_wide = False
         self.tie: Tie | None = None
         """Tells that the storage of the handle has died."""
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from rank_models import STEPS, optimizer_named, state_of, words
 from sampled import sampled_rows
+from torch import nn
 
 import zcompile
 from zcompile.ir.partition import SharedRange
@@ -113,3 +114,64 @@ def test_the_parts_of_a_tile_are_those_of_the_shares(ranks):
                 assert begin + first == shares[rank][low]
                 assert begin + last - 1 == shares[rank][high - 1]
         assert at == end - begin
+
+
+# --- Slices, which each rank takes of its own batch ---
+
+
+class Wide(nn.Module):
+    """Two blocks whose hidden values are larger than all else: they are made for some tokens at a
+    time."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+HIDDEN_BYTES = 2 * 512 * 512 * 4
+"""Of one hidden value: a nonlinearity holds two of them, its backward three."""
+
+
+def sliced(mesh, ranks):
+    """The state after two steps in slices of tokens, as in `trained`, and who made any."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    here = range(ranks) if mesh is None else [mesh.get_local_rank()]
+    fields = {**BUDGETS, "device_memory": HIDDEN_BYTES, "residency": False}
+    model = zcompile.offload(Wide(), mesh=False if mesh is None else mesh, **fields)
+    optimizer, run = (
+        optimizer_named("sgd")(model.parameters()),
+        torch.compile(model, backend="zinf"),
+    )
+    for step in range(2):
+        sums = {}
+        for rank in here:
+            made = torch.Generator().manual_seed(10 * step + rank)
+            run(torch.randn(2, 512, 64, generator=made)).backward()
+            for param in model.parameters() if mesh is None else ():
+                part = param.grad.cpu() * (1.0 / ranks)
+                sums[param] = sums[param] + part if param in sums else part
+                param.grad = None
+        for param, total in sums.items():
+            param.grad = total
+        optimizer.step()
+        optimizer.zero_grad()
+    by = {row["by"] for row in zcompile.stats(model)["inexact"]}
+    found = state_of(model, optimizer)
+    zcompile.close(model)
+    return found, by
+
+
+@pytest.mark.slow
+def test_slices_of_tokens_have_the_bits_of_one_process_with_them(pool):
+    expected = sliced(None, 2)
+    assert "tile-tokens" in expected[1]
+    assert pool.run(sliced, 2, 2) == [expected] * 2

@@ -8,6 +8,7 @@ from sampled import sampled_rows
 from torch import nn
 
 import zcompile
+from zcompile.errors import Unsupported
 from zcompile.ir.partition import SharedRange
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -114,6 +115,33 @@ def test_the_parts_of_a_tile_are_those_of_the_shares(ranks):
                 assert begin + first == shares[rank][low]
                 assert begin + last - 1 == shares[rank][high - 1]
         assert at == end - begin
+
+
+@pytest.mark.slow
+def test_parts_of_tiles_are_fetched_from_disk(pool, tmp_path):
+    """Where parts begin and end within blocks of the disk."""
+    fields, kinds, _ = CASES["odd rows"]
+    fields = {**fields, "host_memory": "512KiB"}
+    expected, _ = trained(None, 3, fields, kinds, disk=tmp_path)
+    (tmp_path / "ranks").mkdir()
+    rows = pool.run(trained, 3, 3, fields, kinds, 1, STEPS, str(tmp_path))
+    assert [state for state, _ in rows] == [expected] * 3
+    assert all(stats["bytes"]["disk_read"] for _, stats in rows)
+
+
+def with_a_hook(mesh):
+    model = zcompile.offload(words(blocks=1), mesh=mesh, **TILES)
+    model.head.weight.register_hook(lambda grad: grad)
+    run = torch.compile(model, backend="zinf")
+    with pytest.raises(Unsupported) as refused:
+        run(*drawn(0, 0, 200, 8)).backward()
+    zcompile.close(model)
+    return str(refused.value)
+
+
+def test_a_hook_that_would_see_tiles_is_refused(pool):
+    (text,) = pool.run(with_a_hook, 1)
+    assert "'head.weight' has a hook, its gradient is made in tiles, and several ranks" in text
 
 
 # --- Slices, which each rank takes of its own batch ---

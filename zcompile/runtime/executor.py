@@ -733,7 +733,7 @@ class _Call:
         wide_bytes = 0
         wide = cast is not None and narrow and self._crosses_wide(x.entry)
         if cast is not None:
-            entry.crosses_wide = wide
+            entry.note_crossing(wide)
         if cast is not None and wide:
             wide_bytes = grad.numel() * cast.dtype.itemsize
             self._expect(wide_bytes, self.schedule.departing_bytes)

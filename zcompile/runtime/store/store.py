@@ -262,6 +262,11 @@ class Entry:
         if self.waits is not None:
             self.waits.settle()
 
+    def note_crossing(self, wide: bool) -> None:
+        """Note that a gradient of this parameter, made in a narrower dtype, crosses between ranks:
+        in its own, if a hook of any rank is to see it."""
+        self.crosses_wide = wide
+
     def rest_narrow(self, cast: Cast) -> None:
         """Its bytes, of a new entry, are to be those of a narrower dtype."""
         self.narrow = cast

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from written import NOTHING, free, schedule, wait
 
+from zcompile.ir.partition import SharedRange
 from zcompile.ir.schedule import (
     Agree,
     Borrow,
@@ -203,9 +204,86 @@ def _narrow(at: int, *instead: Instruction) -> Schedule:
     return of_rank((*NARROW[:at], *instead, *NARROW[at + 1 :]))
 
 
+FRONT, BACK = Slot(0, 1536), Slot(1536, 512)
+"""Slots of two tiles of a weight of 2048 bytes, of which this rank holds the second half."""
+HEAD, TAIL = SharedRange(0, 1536, 1024, 1, 2), SharedRange(1536, 512, 1024, 1, 2)
+
+
+def tile(slot: Slot, ticket: int, begin: int, offset: int, of: SharedRange) -> Fetch:
+    made = Ticket(ticket), (), "w"
+    return Fetch(EntryIndex(0), begin, 512, slot, *made, offset=offset, tile=of)
+
+
+def sent(row: Exchange | Reduce, of: SharedRange) -> Instruction:
+    if isinstance(row, Exchange):
+        return replace(row, nbytes=of.nbytes, tile=of, is_tile=True)
+    return replace(row, nbytes=of.nbytes, tile=of, begin=of.begin, of_nbytes=2048)
+
+
+TILED: tuple[Instruction, ...] = (
+    Agree(Ticket(0), "backward"),
+    tile(FRONT, 1, 0, 1024, HEAD),
+    replace(gather(FRONT, 2, 0, "w", 0, 1), nbytes=1536, tile=HEAD),
+    tile(BACK, 3, 512, 0, TAIL),
+    replace(gather(BACK, 4, 0, "w", 3), nbytes=512, tile=TAIL),
+    replace(wait(FRONT, 2, 1, Layout((384,), (1,), 0, torch.float32)), name="w"),
+    computed(0, 1, out=(2,), ticket=5),
+    free(FRONT, 1),
+    sent(exchange(2, 10, 0, 6, "w", 0, 5), HEAD),
+    sent(home(2, 10, 0, "w", 5, 6), HEAD),
+    replace(wait(BACK, 4, 3, Layout((128,), (1,), 0, torch.float32)), name="w"),
+    computed(0, 3, out=(4,), ticket=7),
+    free(BACK, 3),
+    sent(exchange(4, 11, 0, 8, "w", 7), TAIL),
+    sent(home(4, 11, 0, "w", 7, 8), TAIL),
+)
+"""A weight is gathered in two tiles, of each of which this rank has a part, and its gradient leaves
+in two."""
+
+
+def _tiled(at: int, *instead: Instruction) -> Schedule:
+    return of_rank((*TILED[:at], *instead, *TILED[at + 1 :]))
+
+
+def _of_another_rank() -> Schedule:
+    """The second tile as the first rank has it, which holds nothing of that."""
+    other = replace(TAIL, rank=0)
+    fetch = replace(TILED[3], tile=other, nbytes=0, begin=0)  # type: ignore[arg-type]
+    rows = (*TILED[:3], fetch, replace(TILED[4], tile=other), *TILED[5:])  # type: ignore[arg-type]
+    return of_rank(rows)
+
+
 HALF = Cast(torch.float32, torch.float16)
 
 BROKEN_RANKS = {
+    "a part of a tile from elsewhere in the share": (
+        lambda: _tiled(3, tile(BACK, 3, 0, 0, TAIL)),
+        "bytes 0 to 512 of 'w' are brought to 0, and are not what this rank holds of the tile",
+    ),
+    "a part of a tile that lies elsewhere in it": (
+        lambda: _tiled(1, tile(FRONT, 1, 0, 512, HEAD)),
+        "bytes 0 to 512 of 'w' are brought to 512, and are not what this rank holds of the tile",
+    ),
+    "a tile that is gathered as another": (
+        lambda: _tiled(4, replace(TILED[4], tile=replace(TAIL, begin=1024))),
+        "'w' is gathered as another range than what was brought of it",
+    ),
+    "a tile of which less is gathered": (
+        lambda: _tiled(2, replace(TILED[2], nbytes=1024)),
+        "'w' is gathered as another range than what was brought of it",
+    ),
+    "a tile as another rank has it": (
+        _of_another_rank,
+        "'w' is gathered with this rank's share as number 0 of 2, and 'w' as number 1 of 2",
+    ),
+    "a gradient that goes home as another tile": (
+        lambda: _tiled(9, replace(TILED[9], tile=TAIL)),
+        "the gradient of 'w' goes home as another tile of it",
+    ),
+    "a gradient of which a tile never leaves": (
+        lambda: of_rank(TILED[:13]),
+        "512 bytes of the gradient of None never leave",
+    ),
     "a wide share of what is gathered in low precision": (
         lambda: _narrow(3, replace(share(NEXT, 3, 1, "v"), nbytes=1024, offset=0)),
         "'v' is gathered with this rank's share as number 0 of 1, and 'w' as number 1 of 2",

@@ -15,10 +15,12 @@ from rank_models import (
     numbers_of,
     state_of,
     train,
+    trained_eagerly,
     words,
 )
 from sampled import sampled
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import zcompile
@@ -294,6 +296,33 @@ def one_batch_each(mesh, peer):
     return found
 
 
+# --- Meshes in another order than the world ---
+
+
+def in_pairs(mesh):
+    """The state after steps of two pairs, each of which is numbered backwards."""
+    pairs = DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=("pairs", "dp"))
+    return trained_over(pairs["dp"])
+
+
+def in_another_order(mesh):
+    return trained_over(DeviceMesh("cpu", [2, 0, 3, 1]))
+
+
+def trained_over(mesh):
+    model = zcompile.offload(words(), mesh=mesh, **BUDGETS)
+    optimizer, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
+    train(model, run, optimizer, mesh.get_local_rank(), mesh.size(), steps=range(1))
+    found = state_of(model, optimizer)
+    zcompile.close(model)
+    return found
+
+
+@pytest.mark.parametrize("case", sampled([in_pairs, in_another_order], in_pairs))
+def test_a_mesh_may_number_ranks_otherwise_than_the_world(pool, case):
+    assert pool.run(case, 4) == [trained_eagerly(steps=1)] * 4
+
+
 # --- Refused ---
 
 
@@ -307,7 +336,7 @@ def refused(mesh, case):
 
 
 def in_tiles(model, mesh):
-    zcompile.offload(model, mesh=mesh, tile_bytes="8KiB", **BUDGETS)
+    zcompile.offload(model, mesh=mesh, tile_bytes="8KiB", stage=2, **BUDGETS)
 
 
 def assigned(model, mesh):
@@ -323,7 +352,7 @@ def uncompiled(model, mesh):
 @pytest.mark.parametrize(
     ("case", "says"),
     [
-        ("in_tiles", "tile_bytes=8192 is asked for, and several ranks"),
+        ("in_tiles", "stage=2 with tile_bytes=8192 is asked for, and several ranks"),
         ("assigned", "the .data of 'head.weight' is assigned, and several ranks"),
         ("uncompiled", "comes from code outside of a compiled graph, and several ranks"),
     ],

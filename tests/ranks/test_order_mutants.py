@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import pytest
-from broken_ranks import BACKWARD, BUCKETED, KEEPING, LATE, NARROW, keeping
+from broken_ranks import BACKWARD, BUCKETED, KEEPING, LATE, NARROW, TILED, keeping
 from broken_ranks import of_rank as in_phase
 from races import recounted
 
@@ -111,7 +111,8 @@ class Rank:
         self.started.remove(x)
         match x:
             case Fetch():
-                share = f"share of {x.name}" if x.nbytes == SHARE else f"{x.nbytes} of {x.name}"
+                of = x.name if x.tile is None else f"{x.name} at {x.tile.begin + x.offset}"
+                share = f"share of {of}" if x.nbytes == SHARE else f"{x.nbytes} of {of}"
                 self.slots[x.slot.address] = self.shares[x.slot.address] = share
                 self.memory[x.slot.address] = share
             case Store():
@@ -229,6 +230,7 @@ def is_let_through(mutant: Schedule, sound: Schedule) -> bool:
         (LATE, partial(in_phase, phase=Phase.FORWARD), 60),
         (KEEPING, keeping, 40),
         (NARROW, in_phase, 60),
+        (TILED, in_phase, 60),
     ],
     ids=[
         "gathers and exchanges",
@@ -236,6 +238,7 @@ def is_let_through(mutant: Schedule, sound: Schedule) -> bool:
         "late updates of shares",
         "kept for later calls",
         "in low precision",
+        "in tiles",
     ],
 )
 def test_what_hangs_or_mixes_is_refused(ranks, rows, make, least):

@@ -1,7 +1,7 @@
 """The proof of schedules of one of several ranks."""
 
 import pytest
-from broken_ranks import BACKWARD, BROKEN_RANKS, of_rank
+from broken_ranks import BACKWARD, BROKEN_RANKS, TILED, of_rank
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.verify.schedule import verify_schedule
@@ -9,6 +9,7 @@ from zcompile.verify.schedule import verify_schedule
 
 def test_what_they_were_broken_from_is_safe():
     verify_schedule(of_rank(BACKWARD))
+    verify_schedule(of_rank(TILED))
 
 
 @pytest.mark.parametrize("case", BROKEN_RANKS)

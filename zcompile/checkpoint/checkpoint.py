@@ -72,7 +72,7 @@ from zcompile.checkpoint.stream import (
     is_shared,
     parts_of,
 )
-from zcompile.checkpoint.together import Together
+from zcompile.checkpoint.together import Meetings, Together, reading
 from zcompile.checkpoint.torch_file import Held, TorchFile
 from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
@@ -416,19 +416,34 @@ def resume(
     The model may be offloaded, offloaded on `meta`, or plain. Nothing changes before everything is
     known to fit. `extra`'s tensors come back on the device where they were, else on the CPU.
 
-    raises  CheckpointInvalid, naming file and tensor; CheckpointMismatch, listing what differs
+    Several ranks call it together. What one of them cannot read, or refuses, raises on all of them
+    before anything changes, and the run can go on; what fails later, as a disk in the middle of a
+    tensor does, ends the session of all.
+
+    raises  CheckpointInvalid, naming file and tensor, or the rank that could not read its part;
+            CheckpointMismatch, listing what differs; RanksDiffer, RankFailed
     """
     _check_order("resume(path, model, optimizer)", path, model)
+    with reading(fabric_behind(model), str(path)) as meetings:
+        return _resume(path, model, optimizer, meetings)
+
+
+def _resume(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    meetings: Meetings,
+) -> dict[str, Any]:
     _check_path(path)
     if (commit_log := commit_log_of(path, model)) is not None:
-        return resume_durable(commit_log, model, optimizer)
+        return resume_durable(commit_log, model, optimizer, meetings)
     system = _system_of(model)
     with checkpoint_errors(Path(path)):
         durable = is_durable(path, system)
         directory = standing(Path(path), system)
         found = stat_through_links(system, directory)
     if durable:
-        return resume_copy(path, model, optimizer, system)
+        return resume_copy(path, model, optimizer, system, meetings)
     if found is not None and not is_directory(found):
         raise CheckpointInvalid(
             directory,
@@ -437,9 +452,10 @@ def resume(
         )
     with OpenFiles(system) as files, Loader() as loader:
         source = CheckpointSource(files.folder(directory), loader)
+        meetings.found()
         if (fabric := fabric_behind(model)) is not None:
             source.agree(fabric)
-        return restore(source, model, optimizer)
+        return restore(source, model, optimizer, meetings.ready)
 
 
 def load(
@@ -459,18 +475,29 @@ def load(
             tensors are read (`weights_only`)
     strict  all parameters and buffers are there, and nothing else; tied ones under any name
     raises  CheckpointInvalid; CheckpointMismatch for shapes and casts too, and for a tied weight of
-            which the files have several values, whatever `strict`; then nothing has changed.
-            IOFault and what transfers raise: a note of it says which tensors were loaded
+            which the files have several values, whatever `strict`; then nothing has changed, and
+            of several ranks all raise if one does, as in `resume`. IOFault and what transfers
+            raise: a note of it says which tensors were loaded
     """
     _check_order("load(model, paths)", paths, model)
-    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
-        _check_path(path)
-    with OpenFiles(_system_of(model)) as files:
-        return _load(model, paths, strict, weights_in(_listed(paths), files))
+    shown = ", ".join(map(str, _as_given(paths)))
+    with reading(fabric_behind(model), shown) as meetings:
+        for path in _as_given(paths):
+            _check_path(path)
+        with OpenFiles(_system_of(model)) as files:
+            return _load(model, paths, strict, weights_in(_listed(paths), files), meetings)
+
+
+def _as_given(paths: Paths) -> Sequence[str | os.PathLike[str]]:
+    return [paths] if isinstance(paths, str | os.PathLike) else paths
 
 
 def _load(
-    model: nn.Module, paths: Paths, strict: bool, found: Mapping[str, Place | Held]
+    model: nn.Module,
+    paths: Paths,
+    strict: bool,
+    found: Mapping[str, Place | Held],
+    meetings: Meetings,
 ) -> Loaded:
     held = model_state(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
@@ -491,8 +518,11 @@ def _load(
     total = sum(place.row.nbytes for place in due.values())
     if rows := _differing(found, targets, one_of):
         raise CheckpointMismatch(shown, rows)
-    if (fabric := fabric_behind(model)) is not None:
-        fabric.agree("load", *_seen_of(found), text=f"the files {shown}")
+    fabric, seen = fabric_behind(model), list(_seen_of(found))
+    meetings.found()
+    if fabric is not None:
+        fabric.agree("load", *seen, text=f"the files {shown}")
+    meetings.ready()
     done: list[str] = []
     with working(f"loading {shown}", total, show_size) as work:
         try:
@@ -503,7 +533,8 @@ def _load(
                     work.add(place.row.nbytes, name)
                     done.append(name)
         except BaseException as error:
-            error.add_note(_left_after(list(due), len(done)))
+            if fabric is None:
+                error.add_note(_left_after(list(due), len(done)))
             raise
     return Loaded(missing, unexpected)
 

@@ -26,6 +26,7 @@ from zcompile.checkpoint.state import (
     restore,
     with_random_states,
 )
+from zcompile.checkpoint.together import Meetings
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.partition import Partition
 from zcompile.ir.types import EntryKind, Layout
@@ -59,6 +60,9 @@ EXTRA_STEP = "extra_step"
 """Key in the meta of a commit: the step after which `extra` was given."""
 
 logger = logging.getLogger("zcompile.checkpoint.durable")
+
+ALONE = Meetings()
+"""Of one process."""
 
 
 def commit_log_of(path: str | os.PathLike[str], model: nn.Module) -> CommitLog | None:
@@ -230,7 +234,10 @@ def commit(
 
 
 def resume_durable(
-    commit_log: CommitLog, model: nn.Module, optimizer: Optimizer | None = None
+    commit_log: CommitLog,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    meetings: Meetings = ALONE,
 ) -> dict[str, Any]:
     """Put the last commit back, after every checksum of it was found right.
 
@@ -248,6 +255,7 @@ def resume_durable(
             "process",
         )
     newest = commit_log.newest()
+    meetings.found()
     ranks = fabric_behind(model)
     if ranks is not None:
         last = found if newest is None else newest.index
@@ -256,14 +264,14 @@ def resume_durable(
         which = None if last is None else _which(last, commit_log.given / INDEX_NAME)
         ranks.agree("resume", which, newest is None, text=text)
     if newest is not None:
-        return _continue_from(commit_log, newest, model, optimizer, ranks)
+        return _continue_from(commit_log, newest, model, optimizer, ranks, meetings)
     if found is None:
         raise _nothing_in(commit_log.files.home, commit_log.given)
     _check_own(commit_log, found, ranks)
     check_all(found, commit_log.files.directories)
     adopter = Recovery(commit_log, found)
     source = DurableSource(commit_log.files.home.path, found, commit_log.files.smalls, adopter)
-    extra = restore(source, model, optimizer)
+    extra = restore(source, model, optimizer, meetings.ready)
     unresumed = _optimizer_in(found) if optimizer is None else None
     commit_log.resume(found, adopter.untaken(), unresumed)
     commit_log.keep_extra(extra, _extra_step(found))
@@ -301,9 +309,11 @@ def _continue_from(
     model: nn.Module,
     optimizer: Optimizer | None,
     ranks: Fabric | None,
+    meetings: Meetings,
 ) -> dict[str, Any]:
     """Put back what another number of ranks has committed last; the next commit is ours."""
-    extra, index = _copied(world, model, optimizer, commit_log.files.home.system, ranks)
+    system = commit_log.files.home.system
+    extra, index = _copied(world, model, optimizer, system, ranks, meetings)
     commit_log.continue_from(index, _optimizer_in(index) if optimizer is None else None)
     commit_log.keep_extra(extra, _extra_step(index))
     commit_log.follow(optimizer)
@@ -375,6 +385,7 @@ def resume_copy(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     system: SystemCalls = KERNEL,
+    meetings: Meetings = ALONE,
 ) -> dict[str, Any]:
     """As `resume_durable`, for a model that rests elsewhere, or nowhere; the commit stays as it is.
 
@@ -384,7 +395,8 @@ def resume_copy(
     world = newest_in(Path(path), system)
     if world is None:
         raise NothingCommitted(Path(path), "holds no commit")
-    extra, index = _copied(world, model, optimizer, system, fabric_behind(model))
+    meetings.found()
+    extra, index = _copied(world, model, optimizer, system, fabric_behind(model), meetings)
     return {**extra, "step": index.step}
 
 
@@ -394,6 +406,7 @@ def _copied(
     optimizer: Optimizer | None,
     system: SystemCalls,
     ranks: Fabric | None,
+    meetings: Meetings,
 ) -> tuple[dict[str, Any], Index]:
     """Put back what lies in directories of others, which nobody may write meanwhile; what
     `zcompile.save` was given last, and the part of the first rank.
@@ -401,18 +414,22 @@ def _copied(
     raises  DiskOwned, DiskUnusable, DurableDamaged, CheckpointMismatch
     """
     locking = ranks is None or ranks.rank == 0  # for all: they read beside each other
-    with told_to_ranks(ranks), ExitStack() as stack:
+    with ExitStack() as stack:
         sources = [
             _source(stack, path, commit[0].serial, system, locking)
             for path, commit in zip(world.paths, world.commits, strict=True)
         ]
-        if ranks is not None:
-            which = _which(world.index, world.paths[0] / INDEX_NAME)
-            text = f"step {world.index.step} in {world.paths[0]}"
-            ranks.agree("read what was committed", which, text=text)
         source = sources[0] if len(sources) == 1 else SharedSource(sources)
-        extra = restore(source, model, optimizer)
-        if ranks is not None:
+
+        def all_ready() -> None:
+            meetings.ready()
+            if ranks is not None:
+                which = _which(world.index, world.paths[0] / INDEX_NAME)
+                text = f"step {world.index.step} in {world.paths[0]}"
+                ranks.agree("read what was committed", which, text=text)
+
+        extra = restore(source, model, optimizer, all_ready)
+        if ranks is not None:  # before any of them gives its lock back
             ranks.agree("have read what was committed", world.index.serial)
         index = sources[0].index
         _warn_of_age(world.paths[0], extra, index)

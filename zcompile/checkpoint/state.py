@@ -12,7 +12,7 @@ them whole.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -378,18 +378,23 @@ def with_random_states(here: Described) -> TrainingState:
 
 
 def restore(
-    source: StateSource, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    source: StateSource,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    ready: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Put a stored state back, random states included; returns what `extra` was.
 
     Nothing is changed before all of it is known to fit. The values of a model on `meta` that was
     offloaded come from here. Without `optimizer`, the stored state of one is left alone.
 
+    ready   is called when it is known to fit, before anything changes
     raises  CheckpointMismatch, which lists everything that does not fit
     """
     held = model_state(model)
     _check_said(source)
     _check_fits(source, held, optimizer)
+    ready()
     states = source.meta["optimizer"]["states"] if optimizer is not None else {}
     with working(f"resuming {source.where}", len(held.tensors) + len(states)) as work:
         for name, tensor in held.tensors.items():

@@ -1,5 +1,5 @@
-"""Where the ranks of one save meet: whatever fails on one of them is known to all when they meet
-next, raises on all of them, and the run can go on.
+"""Where ranks that save, or read a checkpoint, meet: whatever fails on one of them is known to all
+when they meet next, raises on all of them, and the run can go on.
 
 Between two meetings a rank waits for no other, unless the code says so: a failure in the middle of
 what ranks do together cannot be told at the next meeting, and ends the session of all, as one in
@@ -10,9 +10,16 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeGuard
 
 from zcompile.checkpoint.directory import unwritable
-from zcompile.errors import CheckpointUnwritable, RankFailed, RanksDiffer, ZinfError
+from zcompile.errors import (
+    CheckpointInvalid,
+    CheckpointUnwritable,
+    RankFailed,
+    RanksDiffer,
+    ZinfError,
+)
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
 
 SAVING = "save"
@@ -26,6 +33,11 @@ class Together:
     path   as this rank has it
     named  what all ranks call it; None: the path, which is the same for all
     """
+
+    DOING = SAVING
+    """What ranks agree that they do."""
+    TOLD: tuple[type[Exception], ...] = (ZinfError, OSError)
+    """Errors that are told at the next meeting; others end the session."""
 
     def __init__(self, fabric: Fabric, path: Path, named: str | None = None) -> None:
         self.fabric, self.path = fabric, path
@@ -42,13 +54,13 @@ class Together:
         for rank, (said, text) in enumerate(told):
             if said == FAILED:
                 self._ended = True
-                raise CheckpointUnwritable(
-                    errno.EIO,
-                    self.path,
-                    f"rank {rank} on {self.fabric.hosts[rank]} could not do its part: {text}",
-                    "mend that, and save again: what stood there stands, and the run can go on",
-                )
+                raise self._refusal(f"rank {rank} on {self.fabric.hosts[rank]}", text)
         return [rank for rank, (said, _) in enumerate(told) if said == BLIND]
+
+    @property
+    def met_last(self) -> bool:
+        """Whether the last meeting is over."""
+        return self._last
 
     def meet_last(self) -> None:
         """As `meet`; what follows is told to the ranks as a failure in the middle of a step is."""
@@ -66,18 +78,31 @@ class Together:
             yield
         except (RankFailed, RanksDiffer):
             raise
-        except (ZinfError, OSError) as error:
+        except self.TOLD as error:
             if self._last:
                 self.fabric.failed_here(error)
                 raise
             if not self._ended:
                 self._tell_failed(error)
-            if isinstance(error, ZinfError):
+            if (shown := self._shown(error)) is error:
                 raise
-            raise unwritable(self.path, error) from error
+            raise shown from error
         except BaseException as error:
             self.fabric.failed_here(error)
             raise
+
+    def _refusal(self, who: str, why: str) -> ZinfError:
+        """The error of a rank whose own part was well. who: rank and host"""
+        return CheckpointUnwritable(
+            errno.EIO,
+            self.path,
+            f"{who} could not do its part: {why}",
+            "mend that, and save again: what stood there stands, and the run can go on",
+        )
+
+    def _shown(self, error: Exception) -> Exception:
+        """What the rank raises that has failed."""
+        return unwritable(self.path, error) if _is_of_the_system(error) else error
 
     def _tell_failed(self, error: Exception) -> None:
         """Say that this rank has failed; what others have failed at is added to `error`."""
@@ -89,4 +114,83 @@ class Together:
                     error.add_note(f"rank {rank} on {self.fabric.hosts[rank]} failed too: {text}")
 
     def _tell(self, says: bytes, text: str) -> list[tuple[bytes, str]]:
-        return self.fabric.tell(SAVING, says, self._named, text=text)
+        return self.fabric.tell(self.DOING, says, self._named, text=text)
+
+
+def _is_of_the_system(error: Exception) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and not isinstance(error, ZinfError)
+
+
+class _ReadTogether(Together):
+    """The meetings of ranks that read a checkpoint; nothing has changed before the last of them."""
+
+    DOING = "read a checkpoint"
+    TOLD = (Exception,)
+
+    def _refusal(self, who: str, why: str) -> ZinfError:
+        return CheckpointInvalid(
+            self.path,
+            f"was not read, since {who} cannot read its part: {why}",
+            "mend that, and call it again on all ranks: nothing has changed, and the run can go on",
+        )
+
+    def _shown(self, error: Exception) -> Exception:
+        return error
+
+
+ENDED = (
+    "the ranks cannot go on after it, since some of them may have new values: close the model on "
+    "all, offload it again, and read again"
+)
+
+
+class Meetings:
+    """The two meetings of ranks that read a checkpoint; of one process alone, which meets nobody.
+
+    raises  CheckpointInvalid, if another rank has failed; RanksDiffer, RankFailed
+    """
+
+    def found(self) -> None:
+        """This rank has found what it is to read."""
+
+    def ready(self) -> None:
+        """It has found nothing to refuse; from here on things change."""
+
+
+class _MeetingsOfRanks(Meetings):
+    def __init__(self, together: _ReadTogether) -> None:
+        self._together = together
+
+    def found(self) -> None:
+        self._together.meet()
+
+    def ready(self) -> None:
+        self._together.meet_last()
+
+
+@contextmanager
+def reading(fabric: Fabric | None, where: str) -> Iterator[Meetings]:
+    """A context in which ranks read a checkpoint; all of them call `found`, and then `ready`.
+
+    What fails on one rank before that raises on all, and the run can go on; what fails after it
+    ends the session of all, as a failure in the middle of a step does. At the end all are known to
+    have read theirs.
+
+    fabric  None: one process reads
+    where   the checkpoint, for people; ranks may have it under different names
+    raises  CheckpointInvalid, if another rank has found something; RankFailed, RanksDiffer
+    """
+    if fabric is None:
+        yield Meetings()
+        return
+    together = _ReadTogether(fabric, Path(where), "")
+    with together.telling():
+        try:
+            yield _MeetingsOfRanks(together)
+        except (RankFailed, RanksDiffer):
+            raise
+        except Exception as error:
+            if together.met_last:
+                error.add_note(ENDED)
+            raise
+        fabric.agree("have read a checkpoint")

@@ -56,7 +56,7 @@ from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.io.files import make_directory
 from zcompile.runtime.open import Opening, open_resources
 from zcompile.runtime.progress import compiling_begins, compiling_ends, working
-from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.ranks.values import (
     agree_on_buffers,
     agree_on_parameters,
@@ -168,7 +168,8 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 def move_in(session: Session, model: nn.Module) -> nn.Module:
     """Move the plain parameters of `model` to the tiers of `session`.
 
-    If one cannot move, all stay plain, and the session is closed if it has no others.
+    If one cannot move, all stay plain, and the session is closed if it has no others. Not so what
+    several ranks have moved by then: no rank has all of it.
     raises  as `offload`
     """
     plain = [(name, p) for name, p in model.named_parameters() if not isinstance(p, TieredTensor)]
@@ -188,7 +189,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
             agree_on_parameters(session.fabric, plain)
             once = [row for row in model.named_parameters() if id(row[1]) not in first]
             check_stage(session.config, _of_entries(once), session.device_budget, session.fabric)
-        with working("offloading the model", nbytes, show_size) as work:
+        told = told_to_ranks(session.fabric)
+        with told, working("offloading the model", nbytes, show_size) as work:
             for name, param in plain:
                 deliver_interrupts()
                 work.begin(name)
@@ -197,7 +199,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
                 work.add(Layout.of(param).nbytes, name)
             _tell_unlike(session, plain)
     except BaseException:
-        _undo(moved)
+        if session.fabric is None:
+            _undo(moved)
         if len(plain) == len(list(model.parameters())):
             session.close()
         raise
@@ -300,7 +303,8 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
             hooks.callback(register_module_module_registration_hook(note).remove)
             hooks.enter_context(one_weight_at_a_time())
             work = hooks.enter_context(working("building the model", unit=show_size))
-        yield
+        with told_to_ranks(session.fabric):
+            yield
     finally:
         with deferred_interrupts():
             hooks.close()

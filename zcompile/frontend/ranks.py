@@ -49,6 +49,7 @@ ALIKE = (
     "durable",
     "stage",
     "param_dtype",
+    "tile_bytes",
 )
 """Of a config, what decides what crosses between ranks. What `torch.compile(options=)` says instead
 is compared with the collectives of each call."""
@@ -112,7 +113,8 @@ def _ranks_of(mesh: Any) -> list[int]:
         raise ConfigInvalid(
             "mesh", mesh, f"is of {mesh.device_type!r}: several ranks train on device='cpu' so far"
         )
-    ranks = [int(rank) for rank in mesh.mesh.flatten().tolist()]
+    # As their process group, and `mesh.get_local_rank()`, number them, whatever their order is.
+    ranks = sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
         raise ConfigInvalid("mesh", mesh, f"does not contain this rank, {dist.get_rank()}")
     return ranks
@@ -122,7 +124,8 @@ def _refuse_unready(config: Config) -> None:
     """Refuse what several ranks cannot do together yet. raises  Unsupported"""
     asked = {
         f"device={config.device!r}": torch.device(config.device or "cpu").type != "cpu",
-        f"tile_bytes={config.tile_bytes}": config.tile_bytes is not None,
+        f"stage=2 with tile_bytes={config.tile_bytes}": config.stage == 2
+        and config.tile_bytes is not None,
     }
     if said := [text for text, holds in asked.items() if holds]:
         raise Unsupported(

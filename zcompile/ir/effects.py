@@ -12,6 +12,7 @@ from typing import NamedTuple, NewType, Protocol
 
 import torch
 
+from zcompile.ir.partition import SharedRange
 from zcompile.ir.types import Region
 
 Register = NewType("Register", int)
@@ -72,6 +73,8 @@ class HomeAccess(NamedTuple):
     lasting    the entry outlives the step, so that what is read of it can be foreseen
     copy_dtype dtype of the low-precision copy
     of_nbytes  size of the gradient that these bytes are a tile of; 0: they are all of it
+    tile       the bytes of that gradient which the tile has, where ranks hold parts of it, and this
+               one the bytes above; None: this one has them all
     tier       on which a new entry is made
     """
 
@@ -86,6 +89,7 @@ class HomeAccess(NamedTuple):
     copy_dtype: torch.dtype | None = None
     of_nbytes: int = 0
     tier: str = ""
+    tile: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +132,8 @@ class Effects(NamedTuple):
     each          every rank gets all `nbytes` of each rank, and not only a share
     bucket        gradients that it puts into the bucket of the call, or that cross with it
     viewed_as     dtype of the tensors over `views`
+    tile          of what ranks hold shares of, the range that it is about; None: all of it
+    wide_nbytes   bytes of a gradient that crosses between ranks, if hooks see it; 0: the same
     """
 
     kind: str
@@ -155,6 +161,8 @@ class Effects(NamedTuple):
     each: bool = False
     bucket: tuple[Piece, ...] = ()
     viewed_as: torch.dtype | None = None
+    tile: SharedRange | None = None
+    wide_nbytes: int = 0
 
     @property
     def is_collective(self) -> bool:

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zcompile.ir.types import SMALL_BYTES, Layout
+from zcompile.ir.types import SMALL_BYTES, Layout, ParamSpec
 
 SHARE_ELEMENTS = 1024
 """Shares are multiples of it, as are the chunks of an optimizer's step (`CHUNK_ELEMENTS`)."""
@@ -75,3 +75,70 @@ def partition_of(layout: Layout, rank: int, ranks: int) -> Partition | None:
     if layout.nbytes <= SMALL_BYTES or not layout.covers(layout.nbytes):
         return None
     return Partition(layout.numel, rank, ranks)
+
+
+@dataclass(frozen=True)
+class SharedRange:
+    """Bytes [begin, begin + nbytes) of a tensor that ranks hold shares of: a tile of a weight, or
+    of a gradient. Each rank holds a part of it, or nothing.
+
+    share_nbytes=4096, ranks=2, of which this is the second:
+      bytes [3072, 6144):  rank 0 holds [0, 1024) of these 3072, this one [1024, 3072), which are
+      the first 2048 of its share
+
+    begin, nbytes  among the bytes of the tensor
+    share_nbytes   of each share, padding included
+    rank, ranks    this one, of how many
+    """
+
+    begin: int
+    nbytes: int
+    share_nbytes: int
+    rank: int
+    ranks: int
+
+    def of_rank(self, rank: int) -> tuple[int, int]:
+        """Those of its bytes that `rank` holds, [first, last) of `nbytes`."""
+        first = rank * self.share_nbytes - self.begin
+        return tuple(min(self.nbytes, max(0, at)) for at in (first, first + self.share_nbytes))  # type: ignore[return-value]  # two
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """Those of its bytes that this rank holds, [first, last) of `nbytes`."""
+        return self.of_rank(self.rank)
+
+    @property
+    def own_nbytes(self) -> int:
+        """How many of its bytes this rank holds; 0: none."""
+        first, last = self.own
+        return last - first
+
+    @property
+    def home(self) -> tuple[int, int]:
+        """The bytes [begin, end) of this rank's share that are of it; (0, 0): none."""
+        first, last = self.own
+        if first == last:
+            return 0, 0
+        at = self.begin - self.rank * self.share_nbytes
+        return at + first, at + last
+
+
+def shared_range(spec: ParamSpec, begin: int, numel: int, itemsize: int) -> SharedRange | None:
+    """The elements [begin, begin + numel) of a parameter, or of its gradient, as ranks hold them;
+    None, if they are all of it, or if each rank has all.
+
+    itemsize  bytes of an element: a copy, or a gradient, may be of another dtype
+    """
+    if spec.share is None or numel >= spec.layout.numel:
+        return None
+    first, last = spec.share
+    share_nbytes = (last - first) // spec.layout.dtype.itemsize * itemsize
+    rank, ranks = first // (last - first), spec.nbytes // (last - first)
+    return SharedRange(begin * itemsize, numel * itemsize, share_nbytes, rank, ranks)
+
+
+def range_of_fetch(spec: ParamSpec, brings: Layout) -> SharedRange | None:
+    """As `shared_range`, of what a fetch brings: a tile of a weight, which is in one piece."""
+    if not brings.dense:
+        return None
+    return shared_range(spec, brings.offset, brings.numel, brings.dtype.itemsize)

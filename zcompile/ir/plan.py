@@ -12,6 +12,7 @@ from types import MappingProxyType
 from torch import fx
 
 from zcompile.ir.memory_curve import Activation, ActivationCost, Memory, MemoryCurve, SlicedRegion
+from zcompile.ir.partition import range_of_fetch
 from zcompile.ir.types import Layout, NodeName, ParamSpec, Phase, Work
 
 
@@ -137,9 +138,9 @@ class GraphPlan:
 
     def fetched_bytes(self, fetch: fx.Node) -> int:
         """Bytes of the arena that a fetch fills: of a tensor whose shares ranks gather, all, in the
-        dtype that it is fetched in."""
+        dtype that it is fetched in, or those of a tile."""
         spec, brings = self.spec_of(fetch), layout_of_fetch(fetch)
-        if spec.share is None:
+        if spec.share is None or range_of_fetch(spec, brings) is not None:
             return brings.nbytes
         return spec.nbytes // spec.layout.dtype.itemsize * brings.dtype.itemsize
 

@@ -32,6 +32,7 @@ from zcompile.ir.effects import Register as Register
 from zcompile.ir.effects import Slot as Slot
 from zcompile.ir.effects import Ticket as Ticket
 from zcompile.ir.joined_levels import SentGradient, joined_levels
+from zcompile.ir.partition import SharedRange
 from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Phase, Region, Work
 
 
@@ -72,6 +73,7 @@ class Fetch:
     lasting  the entry outlives the step, so the fetch can be foreseen in the next one
     cast     bring the copy in another dtype that the store keeps beside the entry
     offset   first byte of the slot that is written: of a share, which a `Gather` will make whole
+    tile     of what ranks hold shares of, the range that will be gathered; None: all of it
     """
 
     entry: EntryIndex
@@ -84,6 +86,7 @@ class Fetch:
     lasting: bool = True
     cast: Cast | None = None
     offset: int = 0
+    tile: SharedRange | None = None
 
     @cached_property
     def effects(self) -> Effects:
@@ -103,6 +106,7 @@ class Fetch:
             after=self.after,
             ticket=self.ticket,
             slot_begin=self.offset,
+            tile=self.tile,
         )
 
 
@@ -128,7 +132,8 @@ class Gather:
     place.
 
     entry   whose shares they are
-    nbytes  of all shares, padding included
+    nbytes  of all shares, padding included; of a tile
+    tile    of which each rank brings what its share has, if anything; None: all of it is gathered
     """
 
     entry: EntryIndex
@@ -137,6 +142,7 @@ class Gather:
     ticket: Ticket
     after: tuple[Ticket, ...] = ()
     name: str = ""
+    tile: SharedRange | None = None
 
     @cached_property
     def effects(self) -> Effects:
@@ -149,6 +155,7 @@ class Gather:
             after=self.after,
             ticket=self.ticket,
             fills=True,
+            tile=self.tile,
         )
 
 
@@ -161,6 +168,10 @@ class Exchange:
     register  becomes the parts of all ranks
     nbytes    of the gradient
     each      every rank gets all of it, and not only a share
+    is_tile   it is a part of a gradient
+    tile      that part, of which each rank gets what is of its share; None: each gets all
+    wide_nbytes  of the gradient in its parameter's dtype, in which it crosses if any rank has a
+              hook of it; 0: it is made in that
     """
 
     value: Register
@@ -171,6 +182,9 @@ class Exchange:
     after: tuple[Ticket, ...] = ()
     name: str = ""
     each: bool = False
+    tile: SharedRange | None = None
+    is_tile: bool = False
+    wide_nbytes: int = 0
 
     @cached_property
     def effects(self) -> Effects:
@@ -184,6 +198,8 @@ class Exchange:
             after=self.after,
             ticket=self.ticket,
             each=self.each,
+            tile=self.tile,
+            wide_nbytes=self.wide_nbytes,
         )
 
 
@@ -327,6 +343,7 @@ class Reduce:
     share_nbytes  of the `nbytes`, those that go home on this rank, if it holds a share; 0: all
     bucketed  it is put into the bucket of the call, and goes home once an `ExchangeBucket` has
               exchanged all that is in there
+    tile    of the gradient of what ranks hold shares of: this rank's part of it goes home
     """
 
     value: Register
@@ -343,9 +360,14 @@ class Reduce:
     cast: Cast | None = None
     share_nbytes: int = 0
     bucketed: bool = False
+    tile: SharedRange | None = None
 
     @cached_property
     def effects(self) -> Effects:
+        begin, end = self.begin, self.begin + (self.share_nbytes or self.nbytes)
+        whole = None
+        if self.tile is not None:
+            whole, (begin, end) = (self.begin, self.begin + self.nbytes), self.tile.home
         parts = () if self.parts is None else (self.parts,)
         return Effects(
             "reduce",
@@ -356,16 +378,18 @@ class Reduce:
             forgets=(self.value, *parts) if self.drop else parts,
             home=HomeAccess(
                 self.entry,
-                self.begin,
-                self.begin + (self.share_nbytes or self.nbytes),
+                begin,
+                end,
                 writes=True,
                 role=GRADIENT,
                 in_place=self.stays,
                 of_nbytes=self.of_nbytes,
+                tile=whole,
             ),
             after=self.after,
             changes_live=True,
             bucket=(Piece(self.entry, self.nbytes),) if self.bucketed else (),
+            tile=self.tile,
         )
 
 
@@ -758,6 +782,8 @@ class Share(NamedTuple):
               nobody updates them late
     updated   region behind the last chunk of that update: the gather starts there or later
     written   bytes that the update writes, from `begin` on
+    tile      the value is a tile of what ranks hold shares of, and has these bytes of it; None: it
+              is all of that
     """
 
     begin: int
@@ -766,6 +792,7 @@ class Share(NamedTuple):
     register: Register | None = None
     updated: int = 0
     written: int = 0
+    tile: SharedRange | None = None
 
     @property
     def nbytes(self) -> int:

@@ -23,6 +23,8 @@ class EntryFact:
     nbytes  of the whole entry
     home    tier it rested on: "device", "held", "host" or "disk"
     pinned  it rests on the device, whatever is planned
+    crosses_wide  its gradient, if it is made in a narrower dtype, crosses between ranks in its own:
+            a rank has a hook that sees it
     """
 
     ref: EntryRef
@@ -31,6 +33,7 @@ class EntryFact:
     nbytes: int
     home: str
     pinned: bool = False
+    crosses_wide: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import is_compute, output_of, positions, region_of
+from zcompile.ir.partition import SharedRange, range_of_fetch, shared_range
 from zcompile.ir.plan import GraphPlan, layout_of_fetch
 from zcompile.ir.regions import Compiled, compile_region, inputs_of, is_product, outputs_of
 from zcompile.ir.schedule import (
@@ -235,21 +236,24 @@ class _Builder:
         assert isinstance(handle, fx.Node)
         spec = self.plan.params[NodeName(handle.name)]
         brings, first = layout_of_fetch(fetch), len(self.regions)
-        # Of a tensor whose shares ranks gather, all bytes come, whatever is read of them.
-        gathered = spec.share is not None
+        # Of a tensor whose shares ranks gather, all bytes come, whatever is read of them; of a tile
+        # those of it, of which some may rest here.
+        tile = range_of_fetch(spec, brings)
+        gathered = spec.share is not None and tile is None
+        begin = 0 if gathered else brings.offset * brings.dtype.itemsize
         self.waited[fetch] = ReadValue(
             self.handles[handle],
             str(spec.name),
             self._register(node),
             brings if gathered else replace(brings, offset=0),
-            0 if gathered else brings.offset * brings.dtype.itemsize,
+            begin if tile is None else tile.home[0],
             self.plan.fetched_bytes(fetch),
             first,
             first,
             lasting=not spec.activation,
             cast=_cast(spec, brings),
             start=first,
-            share=_share(spec, brings, len(self.waited)),
+            share=_share(spec, brings, len(self.waited), tile),
             gather=first,
         )
 
@@ -276,7 +280,8 @@ class _Builder:
             assert isinstance(offset, int)
             itemsize = grad.meta["val"].dtype.itemsize
             whole = spec.layout.numel * itemsize
-            reduce = replace(reduce, begin=offset * itemsize, of_nbytes=whole)
+            tile = shared_range(spec, offset, grad.meta["val"].numel(), itemsize)
+            reduce = replace(reduce, begin=offset * itemsize, of_nbytes=whole, tile=tile)
         self.departures[-1].append(reduce)
 
     def _offload(self, node: fx.Node) -> None:
@@ -298,11 +303,13 @@ class _Builder:
         self.departures[-1].append(offload)
 
 
-def _share(spec: ParamSpec, brings: Layout, order: int) -> Share | None:
+def _share(spec: ParamSpec, brings: Layout, order: int, tile: SharedRange | None) -> Share | None:
     """The bytes of what a fetch brings that rest on this rank, in the dtype that it brings; None:
     all do."""
     if spec.share is None:
         return None
+    if tile is not None:
+        return Share(*tile.own, order, tile=tile)
     begin, end = (at // spec.layout.dtype.itemsize * brings.dtype.itemsize for at in spec.share)
     return Share(begin, end, order)
 

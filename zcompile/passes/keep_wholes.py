@@ -19,10 +19,13 @@ from zcompile.ir.schedule import (
 
 
 def gathered_by(schedule: Schedule) -> tuple[EntryIndex, ...]:
-    """The entries of which a schedule, as it was compiled, gathers the shares of all ranks."""
+    """The entries of which a schedule, as it was compiled, gathers the shares of all ranks; not
+    those that come in tiles, since the device has no room for all of them."""
     if schedule.program is None:
         return ()
-    return tuple(dict.fromkeys(v.entry for v in schedule.program.values if v.share is not None))
+    shared = [(v.entry, v.share) for v in schedule.program.values if v.share is not None]
+    tiled = {entry for entry, share in shared if share.tile is not None}
+    return tuple(dict.fromkeys(entry for entry, _ in shared if entry not in tiled))
 
 
 def keep_wholes(

@@ -70,6 +70,7 @@ def _is_of_share(value: ReadValue, row: Row, weight: Column) -> bool:
     nbytes = row.numel * weight.dtype.itemsize
     return (
         value.share is not None
+        and value.share.tile is None
         and weight.begin == 0
         and value.share.nbytes >= nbytes
         and value.cast is None

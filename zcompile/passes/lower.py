@@ -106,6 +106,7 @@ class _Lowering:
         self._bucket: list[Piece] = []
         self._offloads: dict[Ticket, Ticket] = {}
         """Number of an offload -> its ticket."""
+        self._fetches: dict[Ticket, Fetch] = {}
 
     def instructions(self) -> list[Instruction]:
         starting: dict[int, list[ReadValue]] = defaultdict(list)
@@ -134,6 +135,7 @@ class _Lowering:
             self._depart(n)
             for value in starting[n]:
                 fetch = self._fetch(value)
+                self._fetches[fetch.ticket] = fetch
                 rows.append(fetch)
                 self._taken_bytes += fetch.slot.nbytes
                 arrived[value.register] = fetch.ticket
@@ -201,6 +203,7 @@ class _Lowering:
             value.lasting,
             value.cast,
             share.begin,
+            share.tile,
         )
 
     def _gathers(self) -> dict[int, list[ReadValue]]:
@@ -216,8 +219,10 @@ class _Lowering:
         assert value.share is not None, "ranks hold shares of it"
         updated = () if value.share.register is None else (self._mark(value.share.updated - 1),)
         after = (*self._after_agreement(Gather), fetched, *updated)
-        slot = _slot_of(value)
-        return Gather(value.entry, value.nbytes, slot, self._ticket(), after, value.name)
+        slot, tile = _slot_of(value), value.share.tile
+        if not value.share.nbytes:  # nothing is fetched, so that nothing else waits for these
+            after = (*after, *self._fetches[fetched].after)
+        return Gather(value.entry, value.nbytes, slot, self._ticket(), after, value.name, tile)
 
     def _after_agreement(self, kind: type) -> tuple[Ticket, ...]:
         """The ticket of the agreement, if this is the first collective of its kind."""
@@ -265,7 +270,19 @@ class _Lowering:
         after = (*self._after_agreement(Exchange), *after)
         register = Register(self.registers - 1)
         each, ticket = not x.share_nbytes, self._ticket()
-        return Exchange(x.value, register, x.entry, x.nbytes, ticket, after, x.name, each)
+        return Exchange(
+            x.value,
+            register,
+            x.entry,
+            x.nbytes,
+            ticket,
+            after,
+            x.name,
+            each,
+            x.tile,
+            is_tile=bool(x.of_nbytes),
+            wide_nbytes=_wide_nbytes(x),
+        )
 
     def _departure(self, x: Departure, after: tuple[Ticket, ...]) -> Departure:
         if isinstance(x, Drop):
@@ -290,6 +307,11 @@ def _is_small(x: Reduce) -> bool:
     """Whether a gradient crosses in a bucket: each by itself would cost more than its bytes."""
     whole = not (x.share_nbytes or x.of_nbytes)
     return x.shared and whole and x.nbytes <= SMALL_BYTES
+
+
+def _wide_nbytes(x: Reduce) -> int:
+    """Bytes of a gradient in its parameter's dtype; 0, if it is made in that."""
+    return 0 if x.cast is None else x.nbytes // x.cast.copy_dtype.itemsize * x.cast.dtype.itemsize
 
 
 def _order(value: ReadValue) -> int:

@@ -14,7 +14,8 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import CASTS, copy_graph, find, output_of, readers_of, region_of
-from zcompile.ir.plan import GraphPlan, Note
+from zcompile.ir.partition import range_of_fetch
+from zcompile.ir.plan import GraphPlan, Note, layout_of_fetch
 from zcompile.ir.schedule import Cast, CopyRead, EntryIndex, ReadValue, RegionProgram, Run
 from zcompile.ir.types import SMALL_BYTES
 from zcompile.passes.base import Fact, Pass
@@ -35,6 +36,8 @@ class NarrowParams(Pass):
     host would take more of the host, or rest on disk itself. And for those of which ranks hold
     shares, wherever these rest, since what crosses must not depend on that: each rank has a copy of
     its share, and half the bytes are gathered.
+
+    What ranks gather in tiles comes as it is.
 
     dtype  of the copies; None leaves all as it is
     alike  a parameter of which ranks hold shares comes in one dtype wherever the graph reads it, so
@@ -73,6 +76,8 @@ class NarrowParams(Pass):
         """Whether all readers of what is fetched cast it, and a copy of it may be kept."""
         (wait,) = fetch.users
         spec, dtype = plan.spec_of(fetch), self.dtype
+        if range_of_fetch(spec, layout_of_fetch(fetch)) is not None:
+            return False
         if spec.share is None and (spec.home != "disk" or not spec.layout.covers(spec.nbytes)):
             return False
         return dtype is not None and all(_casts(graph, wait, cast, dtype) for cast in wait.users)
@@ -174,6 +179,7 @@ def _read_after_casts(graph: fx.Graph, plan: GraphPlan) -> Iterator[_ReadAfterCa
         whole = spec.layout.covers(spec.nbytes) and not spec.shared
         if (
             spec.activation
+            or range_of_fetch(spec, layout_of_fetch(fetch)) is not None
             or spec.nbytes <= SMALL_BYTES
             or not (whole or spec.share is not None)
             or len(releases) != 1

@@ -1,6 +1,6 @@
 """Finds the links that the bytes of an instruction travel over, by the tier of its entry."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from zcompile.errors import Unsupported
 from zcompile.ir.effects import GRADIENT, IN, Effects, HomeAccess, Instruction
@@ -16,10 +16,22 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 """The call that fetches are handed over to, and the instructions after which they start."""
 
 
-def crossing_bytes(x: Effects, ranks: int) -> int:
+def crossing_bytes(x: Effects, ranks: int, wide: Container[str] = ()) -> int:
     """Bytes of a collective that come to one of so many ranks from the others: of each its share,
-    or all of what each of them has made."""
+    or all of what each of them has made; of a tile what shares have of it.
+
+    wide  names of parameters whose gradients hooks see, which cross in the parameter's dtype
+    """
+    if x.wide_nbytes and x.name in wide:
+        return x.wide_nbytes * (ranks - 1) // (1 if x.each else ranks)
+    if x.tile is not None:
+        return x.tile.own_nbytes * (ranks - 1) if x.defines else x.nbytes - x.tile.own_nbytes
     return x.nbytes * (ranks - 1) // (1 if x.each else ranks)
+
+
+def crossing_wide(step: StepTrace) -> frozenset[str]:
+    """The names of parameters whose gradients hooks of some rank see before they cross."""
+    return frozenset(fact.name for fact in step.facts.values() if fact.crosses_wide)
 
 
 def way_between_ranks(machine: Machine) -> Link | None:
@@ -41,6 +53,7 @@ class LinkPaths:
         self._machine = costs.machine
         self._homes = {**{ref: fact.home for ref, fact in step.facts.items()}, **homes}
         self._copies = {f.name: f.ref for f in step.facts.values() if f.kind is EntryKind.COPY}
+        self._wide = crossing_wide(step)
         self._written: set[EntryRef] = set()
         self._came: set[tuple[EntryRef, int]] = set()
         """Of which gradients, and from which byte of them on, a part went home in this step."""
@@ -128,8 +141,9 @@ class LinkPaths:
 
     def _gradient(self, ref: EntryRef, moved: HomeAccess) -> SimTransfer:
         """The transfer of a gradient home, where it is added to earlier parts."""
-        home, more = self.home(ref), (ref, moved.begin) in self._came
-        self._came.add((ref, moved.begin))
+        at = moved.begin if moved.tile is None else moved.tile[0]
+        home, more = self.home(ref), (ref, at) in self._came
+        self._came.add((ref, at))
         if more and home == DISK:
             return self._sim_transfer(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
         return self._leaving(home, moved, adds=more)
@@ -144,7 +158,7 @@ class LinkPaths:
             return SimTransfer(0)
         if x.is_agreement:
             return SimTransfer(0, seconds=way.latency_s)
-        nbytes = crossing_bytes(x, ranks)
+        nbytes = crossing_bytes(x, ranks, self._wide)
         return SimTransfer(nbytes, (way,), 1, disk_nbytes=nbytes)
 
     def totals(self, transfers: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:

@@ -138,7 +138,7 @@ class GatheredAs(NamedTuple):
 
 
 def gathered_as(schedule: Schedule) -> dict[EntryIndex, GatheredAs]:
-    """How a schedule, as it was compiled, gathers each entry of which it does."""
+    """How a schedule, as it was compiled, gathers each entry of which it does, but for tiles."""
     assert schedule.program is not None, "of a graph"
-    values = reversed(schedule.program.values)
-    return {v.entry: GatheredAs(v.nbytes, v.layout.dtype) for v in values if v.share is not None}
+    values, whole = reversed(schedule.program.values), set(gathered_by(schedule))
+    return {v.entry: GatheredAs(v.nbytes, v.layout.dtype) for v in values if v.entry in whole}

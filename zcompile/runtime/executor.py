@@ -672,7 +672,11 @@ class _Call:
             in_flight.note(grad, exchanged.ticket)
             in_flight.sent(nbytes, freed)  # what ranks make of it lies in memory of the host
             dtype = grad.dtype if reduce.cast is None else reduce.cast.dtype
-            self.gradients.exchanged.take(leaf, dtype, exchanged)
+            if reduce.of_nbytes:
+                first = reduce.begin // grad.element_size()
+                self.gradients.exchanged.take_tile(leaf, grad, first, exchanged, reduce.tile)
+            else:
+                self.gradients.exchanged.take(leaf, dtype, exchanged)
             return
         held = self.gradients.on_device.receive(leaf, grad)
         if held is not None:
@@ -715,11 +719,11 @@ class _Call:
     def _gather(self, gather: Gather) -> None:
         whole = self.store.arena.slot(gather.slot.address, gather.nbytes)
         # What this rank's share is stored from need not be over: the gather only reads that.
-        begin, end = self._fabric.share_of(whole)
+        begin, end = self._fabric.share_of(whole, gather.tile)
         readers = [t for part in (whole[:begin], whole[end:]) for t in self.store.readers(part)]
         after = [self.begun, *self._after(gather.after), *readers]
         name = self.entries[gather.entry].name
-        self.tickets[gather.ticket] = self._fabric.gather(whole, name, after)
+        self.tickets[gather.ticket] = self._fabric.gather(whole, name, after, gather.tile)
 
     def _exchange(self, x: Exchange) -> None:
         leaf, entry = self.leaves[x.entry], self.entries[x.entry]
@@ -727,15 +731,18 @@ class _Call:
         grad, cast = self.values[x.value], self.schedule.narrow_gradients.get(x.entry)
         narrow = cast is not None and grad.dtype is cast.copy_dtype
         wide_bytes = 0
-        if cast is not None and narrow and self._crosses_wide(x.entry):
+        wide = cast is not None and narrow and self._crosses_wide(x.entry)
+        if cast is not None:
+            entry.note_crossing(wide)
+        if cast is not None and wide:
             wide_bytes = grad.numel() * cast.dtype.itemsize
             self._expect(wide_bytes, self.schedule.departing_bytes)
             grad, narrow, after = grad.to(cast.dtype), False, [*after, self.store.device.mark()]
-        wide, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow)
-        made = self._fabric.exchange(grad, entry.partition, entry.name, after)
+        seen, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow, x.is_tile)
+        made = self._fabric.exchange(grad, entry.partition, entry.name, after, x.tile)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
         if wide_bytes:
-            self.in_flight.note(wide, made.ticket)
+            self.in_flight.note(seen, made.ticket)
             self.in_flight.sent(wide_bytes, NO_STORAGES)
 
     def _exchange_bucket(self, x: ExchangeBucket) -> None:

@@ -48,7 +48,7 @@ class _RecordedCall:
     """What was written down of one call, on entries whose tiers, kinds and bytes are as `alike`
     says."""
 
-    alike: tuple[list[TierIO], list[EntryKind], list[int]]
+    alike: tuple[list[TierIO], list[EntryKind], list[int], list[bool]]
     call: StepCall
     facts: Mapping[EntryRef, EntryFact]
     gradients: Mapping[EntryRef, EntryFact]
@@ -135,6 +135,7 @@ class Recorder:
             [e.place.tier for e in entries],
             [e.kind for e in entries],
             [e.place.nbytes for e in entries],
+            [e.crosses_wide for e in entries],
         )
         passing = EntryKind.ACTIVATION in alike[1]  # these are new in every call
         sizes = schedule.holds.sizes
@@ -203,7 +204,10 @@ def _micro_batches(calls: Sequence[StepCall]) -> int:
 
 def facts_of(entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
     """The facts of each entry."""
-    return {e.ref: EntryFact(e.ref, e.name, e.kind, e.place.nbytes, e.home) for e in entries}
+    return {
+        e.ref: EntryFact(e.ref, e.name, e.kind, e.place.nbytes, e.home, crosses_wide=e.crosses_wide)
+        for e in entries
+    }
 
 
 def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[EntryRef, EntryFact]:
@@ -214,6 +218,8 @@ def _gradients(schedule: Schedule, entries: Sequence[Entry]) -> dict[EntryRef, E
         if home is not None and x.is_gradient:
             param = entries[home.entry]
             ref, nbytes = param.ref.gradient, home.of_nbytes or home.nbytes
+            if x.tile is not None:
+                nbytes = x.tile.share_nbytes
             facts[ref] = EntryFact(ref, f"{param.name}.grad", EntryKind.GRAD, nbytes, "host")
     return facts
 

@@ -39,6 +39,7 @@ from zcompile.errors import ScheduleInvalid
 from zcompile.ir.byte_ranges import ByteRanges
 from zcompile.ir.effects import COMPUTE, ENTRY, FABRIC, IN, OUT, Effects, HomeAccess
 from zcompile.ir.handover import Handover
+from zcompile.ir.partition import SharedRange
 from zcompile.ir.printer import instruction_row
 from zcompile.ir.schedule import (
     CopyRead,
@@ -238,6 +239,8 @@ class Walk:
         contribution."""
         begin, end, of_nbytes = home.begin, home.end, home.of_nbytes
         tiles = self._leaving.setdefault(home.entry, _Tiles(of_nbytes))
+        if home.tile is not None:
+            begin, end = home.tile
         if begin == end or end > of_nbytes or tiles.nbytes != of_nbytes:
             raise self.fail(
                 f"bytes {begin} to {end} of the gradient of {name!r}, which has "
@@ -429,9 +432,11 @@ class Proof:
         """Give the bytes of a slot to its new use, if nothing else uses them."""
         slot, name, nbytes = use.slot, use.name, use.taker.nbytes
         # A read from disk may fill whole granules, so that it reaches into the padding.
-        if nbytes and use.taker.slot_begin + aligned(nbytes) > slot.nbytes:
+        if nbytes and aligned(use.taker.slot_begin + nbytes) > slot.nbytes:
             raise walk.fail(f"{name!r} brings {nbytes} bytes into {slot.nbytes}")
-        if use.taker.slot_begin % ALIGNMENT:
+        if use.taker.tile is not None:
+            _is_part_of_tile(walk, use.taker, use.taker.tile)
+        elif use.taker.slot_begin % ALIGNMENT:
             raise walk.fail(f"the share of {name!r} lies between two multiples of {ALIGNMENT}")
         if slot.address % ALIGNMENT:
             raise walk.fail(
@@ -618,7 +623,12 @@ def _is_a_share(walk: Walk, x: Effects, use: SlotUse) -> None:
     """Check that what this rank brings to a gather is a share, and as with the other gathers, the
     same one of as many: as one in another dtype would not be. Its dtype is compared where a copy is
     read."""
-    begin, nbytes = use.taker.slot_begin, use.taker.nbytes
+    begin, nbytes, tile = use.taker.slot_begin, use.taker.nbytes, x.tile
+    if tile != use.taker.tile or (tile is not None and tile.nbytes != x.nbytes):
+        raise walk.fail(f"{x.name!r} is gathered as another range than what was brought of it")
+    if tile is not None:
+        _is_same_rank(walk, x, tile.rank, tile.ranks)
+        return
     if not nbytes or x.nbytes % nbytes or begin % nbytes:
         raise walk.fail(
             f"{nbytes} bytes of {x.name!r} from {begin} on are no share of the {x.nbytes} that are "
@@ -629,6 +639,11 @@ def _is_a_share(walk: Walk, x: Effects, use: SlotUse) -> None:
         raise walk.fail(
             f"{x.name!r} is gathered with this rank's share as number {rank} of {ranks}"
         )
+    _is_same_rank(walk, x, rank, ranks)
+
+
+def _is_same_rank(walk: Walk, x: Effects, rank: int, ranks: int) -> None:
+    """Check that this rank has the same share in all that is gathered, of as many."""
     if walk.part is None:
         walk.part = rank, ranks, x.name
     elif walk.part[:2] != (rank, ranks):
@@ -636,6 +651,18 @@ def _is_a_share(walk: Walk, x: Effects, use: SlotUse) -> None:
         raise walk.fail(
             f"{x.name!r} is gathered with this rank's share as number {rank} of {ranks}, and "
             f"{name!r} as number {first} of {of}"
+        )
+
+
+def _is_part_of_tile(walk: Walk, x: Effects, tile: SharedRange) -> None:
+    """Check that what a fetch brings of a tile is what this rank's share has of it, in its
+    place."""
+    assert x.home is not None, "it is a fetch"
+    first, last = tile.own
+    if (x.slot_begin, x.nbytes) != (first, last - first) or (x.home.begin, x.home.end) != tile.home:
+        raise walk.fail(
+            f"bytes {x.home.begin} to {x.home.end} of {x.name!r} are brought to {x.slot_begin}, "
+            "and are not what this rank holds of the tile"
         )
 
 
@@ -665,6 +692,8 @@ def _parts_leave(walk: Walk, x: Effects, act: Transfer) -> None:
             raise walk.fail(
                 f"the gradient of {x.name!r} goes home as the exchanged one of {exchange.name!r}"
             )
+        if exchange.tile != x.tile:
+            raise walk.fail(f"the gradient of {x.name!r} goes home as another tile of it")
         if exchange.nbytes != x.nbytes:
             raise walk.fail(
                 f"{x.nbytes} bytes are the gradient of {x.name!r}, and {exchange.nbytes} are "

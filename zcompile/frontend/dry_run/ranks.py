@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zcompile.frontend.dry_run.device import blank
-from zcompile.ir.partition import Partition
+from zcompile.ir.partition import Partition, SharedRange
 from zcompile.runtime.ranks.fabric import Exchanged, Fabric, Marked
 from zcompile.runtime.transfer.ticket import Promise, Ticket
 
@@ -41,12 +41,25 @@ class DryRunFabric(Fabric):
     def rows(self, own: Tensor) -> Tensor:
         return own.reshape(1, -1).expand(self.size, -1)
 
-    def gather(self, whole: Tensor, name: str, after: Sequence[Ticket]) -> Promise:
+    def gather(
+        self,
+        whole: Tensor,
+        name: str,
+        after: Sequence[Ticket],
+        tile: SharedRange | None = None,
+    ) -> Promise:
         return _done()
 
     def exchange(
-        self, flat: Tensor, partition: Partition | None, name: str, after: Sequence[Ticket]
+        self,
+        flat: Tensor,
+        partition: Partition | None,
+        name: str,
+        after: Sequence[Ticket],
+        tile: SharedRange | None = None,
     ) -> Exchanged:
+        if tile is not None:
+            return _parts(tile.own_nbytes // flat.element_size(), flat.dtype)
         return _parts(flat.numel() if partition is None else partition.count, flat.dtype)
 
     def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
@@ -54,6 +67,14 @@ class DryRunFabric(Fabric):
 
     def added(self, exchanged: Exchanged, more: Exchanged, dtype: torch.dtype) -> Exchanged:
         return _parts(exchanged.parts.shape[1], dtype)
+
+    def blank(self, count: int, dtype: torch.dtype) -> Exchanged:
+        return _parts(count, dtype)
+
+    def placed(
+        self, sums: Exchanged, tile: Exchanged, first: int, dtype: torch.dtype, adds: bool
+    ) -> Exchanged:
+        return _parts(sums.parts.shape[1], dtype)
 
     def scaled(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
         return _parts(exchanged.parts.shape[1], dtype)

@@ -9,6 +9,10 @@ part, as autograd adds them before they reach `.grad`.
 A gradient that is a widening cast of what compute made, as under autocast, crosses as it was made:
 half the bytes. Its parts are widened here, each before it is scaled and added, which loses nothing,
 so that the sum has the bits of one over wide parts.
+
+A gradient that leaves in tiles is exchanged tile by tile, and each tile becomes part of `.grad` as
+a whole one does: so it has the bits of one process with the same tiles. A rank has a part of a
+tile, or nothing.
 """
 
 from collections.abc import Callable
@@ -21,6 +25,7 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf
+from zcompile.ir.partition import SharedRange
 from zcompile.ir.torch_compat import after_backward, current_pass, hooks_of, materialised
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.gradients.leaves import (
@@ -48,13 +53,32 @@ class _PassParts:
     """In `dtype`, or in a narrower one that is exact."""
 
 
+@dataclass
+class _Tiles:
+    """The tiles of the only contribution of a backward pass to a gradient: each goes home as it
+    comes.
+
+    home  the entry that they go to
+    adds  they are added to what rests there, which is `.grad`
+    left  elements that are still to come, on all ranks
+    """
+
+    param: Tensor
+    dtype: torch.dtype
+    home: Entry
+    adds: bool
+    left: int
+
+
 @dataclass(frozen=True)
 class _Landing:
-    """A mean over ranks on its way to an entry that rests on the device: row, uint8 [nbytes]."""
+    """A mean over ranks on its way to bytes of an entry that rests on the device, from `begin` on:
+    row, uint8 [n]."""
 
     entry: Entry
     row: Tensor
     ticket: Ticket
+    begin: int = 0
 
 
 class ExchangedGradients:
@@ -75,6 +99,9 @@ class ExchangedGradients:
         self._store, self._wrap = store, wrap
         self._contributions_of, self._call_post_hooks = contributions_of, call_post_hooks
         self._sums: dict[tuple[int, int], _PassParts] = {}
+        self._tiled: dict[tuple[int, int], _Tiles] = {}
+        self._to_come: dict[tuple[int, int], int] = {}
+        """Of sums that begin with a contribution in tiles, its elements that are still to come."""
         self._landing: list[_Landing] = []
 
     def sees_wide(self, leaf: Leaf) -> bool:
@@ -83,14 +110,17 @@ class ExchangedGradients:
         param = owner_of(leaf)
         return param is not None and param.requires_grad and bool(hooks_of(param)[0])
 
-    def before(self, leaf: Leaf, grad: Tensor, narrow: bool = False) -> Tensor:
+    def before(
+        self, leaf: Leaf, grad: Tensor, narrow: bool = False, is_tile: bool = False
+    ) -> Tensor:
         """The elements of a gradient in the order in which they are exchanged: [numel].
 
         Hooks of the parameter see it here: the gradient of this rank, as with
         DistributedDataParallel.
 
-        narrow  the ranks have agreed that it crosses in a dtype narrower than the parameter's
-        raises  Unsupported, if hooks would have to see something else
+        narrow   the ranks have agreed that it crosses in a dtype narrower than the parameter's
+        is_tile  it is a tile of a gradient: row-major elements of that
+        raises   Unsupported, if hooks would have to see something else
         """
         param = owner_of(leaf)
         if param is not None and param.requires_grad:
@@ -99,6 +129,13 @@ class ExchangedGradients:
                     f"the node of autograd that adds to the gradient of {leaf.name!r} was taken "
                     "hold of (grad_fn of a view of it), and several ranks train the model",
                     "use register_hook or register_post_accumulate_grad_hook of the parameter",
+                )
+            if hooks_of(param)[0] and is_tile:
+                raise Unsupported(
+                    f"parameter {leaf.name!r} has a hook, its gradient is made in tiles, and "
+                    "several ranks train the model: this rank has no whole gradient for it to see",
+                    "use register_post_accumulate_grad_hook, which sees the mean over ranks; or "
+                    "give more device_memory, or tile_bytes",
                 )
             if hooks_of(param)[0]:
                 if self._contributions_of(param) != 1:
@@ -115,7 +152,7 @@ class ExchangedGradients:
                         "register it before backward",
                     )
                 grad = run_hooks(param, grad)
-            grad = in_layout_of(param, grad)
+            grad = materialised(grad).contiguous() if is_tile else in_layout_of(param, grad)
         else:
             grad = materialised(grad).contiguous()
         if self._store.arena.holds(grad):
@@ -142,12 +179,51 @@ class ExchangedGradients:
             sums = self._fabric.added(before.exchanged, exchanged, dtype)
             self._sums[key] = _PassParts(param, dtype, sums)
         else:
-            if not any(number == key[0] for number, _ in self._sums):
-                after_backward(partial(self.flush_pass, key[0]))
+            self._flush_at_the_end_of(key[0])
             self._sums[key] = _PassParts(param, dtype, exchanged)
+
+    def take_tile(
+        self,
+        leaf: Leaf,
+        grad: Tensor,
+        offset: int,
+        exchanged: Exchanged,
+        tile: SharedRange | None,
+    ) -> None:
+        """Receive a tile of one contribution.
+
+        grad       the tile that this rank has made
+        offset     its first element in the row-major gradient
+        exchanged  its parts; of a shared parameter those of this rank's share
+        tile       which part of it this rank's share has; None: each rank has all of it
+        """
+        param = accumulating_parameter(leaf)
+        if param is None:
+            return
+        key, dtype = (current_pass(), leaf.key), grad.dtype
+        first = offset if tile is None else tile.home[0] // grad.element_size()
+        if key in self._tiled or (key not in self._sums and self._contributions_of(param) == 1):
+            self._bring_home(key, param, grad, first, exchanged)
+            return
+        if key not in self._sums:
+            self._flush_at_the_end_of(key[0])
+            blank = self._fabric.blank(self._counts(param)[0], dtype)
+            self._sums[key] = _PassParts(param, dtype, blank)
+            self._to_come[key] = param.numel()
+        sums, left = self._sums[key].exchanged, self._to_come.get(key, 0)
+        made = self._fabric.placed(sums, exchanged, first, dtype, adds=not left)
+        self._sums[key] = _PassParts(param, dtype, made)
+        if left:
+            self._to_come[key] = left - grad.numel()
+
+    def _flush_at_the_end_of(self, number: int) -> None:
+        """Finalize what a pass has brought when it ends, unless that is asked for already."""
+        if not any(number == other for other, _ in self._sums):
+            after_backward(partial(self.flush_pass, number))
 
     def flush(self, key: tuple[int, int]) -> None:
         """Autograd has come to a parameter: its sum of this pass, if there is one, is complete."""
+        self._to_come.pop(key, None)
         if (held := self._sums.pop(key, None)) is not None:
             self._finalize(held)
             self.land()
@@ -160,6 +236,8 @@ class ExchangedGradients:
     def clear(self) -> None:
         """A pass has failed: forget what it has brought."""
         self._sums.clear()
+        self._tiled.clear()
+        self._to_come.clear()
         self._landing.clear()
 
     def land(self) -> None:
@@ -167,7 +245,7 @@ class ExchangedGradients:
         the other ranks in the middle of a call."""
         landing, self._landing = self._landing, []
         for x in landing:
-            self._store.put(x.entry, x.row, after=[x.ticket])
+            self._store.put(x.entry, x.row, begin=x.begin, after=[x.ticket])
 
     @property
     def _fabric(self) -> Any:
@@ -186,24 +264,88 @@ class ExchangedGradients:
 
     def _stored(self, held: _PassParts) -> Tensor:
         """The mean over ranks, in a new entry: a share, if the parameter is one."""
-        param: Any = held.param
         total = self._fabric.folded(held.exchanged, held.dtype)
-        partition = param.entry.partition
-        name, row = f"{param._name_in_store()}.grad", total.parts[0]
-        of = param.entry.key
-        entry = self._store.create(name, EntryKind.GRAD, row.nbytes, of=of, partition=partition)
-        grad = self._wrap(entry, _layout_of(param, held.dtype))
-        if entry.on_device:
-            self._landing.append(_Landing(entry, row.view(torch.uint8), total.ticket))
-        else:
-            self._store.put(entry, row.view(torch.uint8), after=[total.ticket])
+        entry = self._blank(held.param, total.parts[0].nbytes)
+        grad = self._wrap(entry, _layout_of(held.param, held.dtype))
+        self._put(entry, total)
         return grad
+
+    def _blank(self, param: Any, nbytes: int) -> Entry:
+        """A new blank entry for the gradient of `param`: a share, if the parameter is one."""
+        of, partition, name = param.entry.key, param.entry.partition, param._name_in_store()
+        return self._store.create(
+            f"{name}.grad", EntryKind.GRAD, nbytes, of=of, partition=partition
+        )
+
+    def _put(self, entry: Entry, total: Exchanged, begin: int = 0) -> None:
+        """Write a mean over ranks, [1, n], to an entry, from byte `begin` on."""
+        row = total.parts[0].view(torch.uint8)
+        if entry.on_device:
+            self._landing.append(_Landing(entry, row, total.ticket, begin))
+        else:
+            self._store.put(entry, row, begin=begin, after=[total.ticket])
+
+    def _bring_home(
+        self, key: tuple[int, int], param: Any, grad: Tensor, first: int, exchanged: Exchanged
+    ) -> None:
+        """Make what all ranks bring to a tile part of `.grad`, or add it to that.
+
+        first  element of this rank's share at which its part begins
+        """
+        tiled, dtype = self._tiled.get(key), grad.dtype
+        if tiled is None:
+            adds = param.grad is not None
+            home = self._grad_of(param, dtype) if adds else self._blank_in_tiles(param, dtype)
+            tiled = self._tiled[key] = _Tiles(param, dtype, home, adds, param.numel())
+        begin = first * dtype.itemsize
+        if exchanged.parts.shape[1]:  # else this rank holds nothing of it
+            if tiled.adds:
+                self._add_parts(tiled.home, exchanged, dtype, begin)
+            else:
+                self._put(tiled.home, self._fabric.folded(exchanged, dtype), begin)
+        tiled.left -= grad.numel()
+        if not tiled.left:
+            del self._tiled[key]
+            if not tiled.adds:
+                param.grad = self._wrap(tiled.home, _layout_of(param, dtype))
+            self._call_post_hooks(param)
+
+    @staticmethod
+    def _counts(param: Any) -> tuple[int, int]:
+        """Elements that this rank holds of a parameter: with padding, and without."""
+        part = param.entry.partition
+        return (param.numel(),) * 2 if part is None else (part.count, part.own_count)
+
+    def _blank_in_tiles(self, param: Any, dtype: torch.dtype) -> Entry:
+        """A new entry for a gradient, of which tiles will write all but the padding."""
+        (count, own), width = self._counts(param), dtype.itemsize
+        entry = self._blank(param, count * width)
+        if own < count:
+            padding = torch.zeros((count - own) * width, dtype=torch.uint8)
+            self._store.put(entry, padding, begin=own * width)
+        return entry
 
     def _add(self, held: _PassParts) -> None:
         """Add what each rank brings to `.grad`, rank after rank."""
-        param: Any = held.param
+        home = self._grad_of(held.param, held.dtype)
+        self._add_parts(home, held.exchanged, held.dtype)
+
+    def _add_parts(
+        self, home: Entry, exchanged: Exchanged, dtype: torch.dtype, begin: int = 0
+    ) -> None:
+        """Add what each rank brings to an entry, from byte `begin` on."""
+        self.land()
+        parts, ticket = self._fabric.scaled(exchanged, dtype)
+        for part in parts:
+            self._store.add(home, part, begin=begin, after=[ticket])
+
+    def _grad_of(self, param: Any, dtype: torch.dtype) -> Entry:
+        """The entry of `.grad`, to which what ranks bring is added.
+
+        raises  Unsupported, if it is not of backward's making
+        """
         entry = getattr(param.grad, "entry", None)
-        layout = _layout_of(param, held.dtype)
+        layout = _layout_of(param, dtype)
         if (
             not isinstance(entry, Entry)
             or entry.partition != param.entry.partition
@@ -215,10 +357,7 @@ class ExchangedGradients:
                 "train the model",
                 "set it to None, and let backward make it",
             )
-        self.land()
-        parts, ticket = self._fabric.scaled(held.exchanged, held.dtype)
-        for part in parts:
-            entry.store.add(entry, part, after=[ticket])
+        return entry
 
 
 def _layout_of(param: Tensor, dtype: torch.dtype) -> Layout:

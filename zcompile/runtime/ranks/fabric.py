@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcompile.errors import RanksDiffer, ZinfError
-from zcompile.ir.partition import Partition
+from zcompile.ir.partition import Partition, SharedRange
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.progress import BOARD
 from zcompile.runtime.ranks.meeting import meet
@@ -378,44 +378,67 @@ class Fabric:
 
     # --- Bytes ---
 
-    def share_of(self, whole: Tensor) -> tuple[int, int]:
-        """The bytes [begin, end) of a tensor's that this rank brings to its gather."""
+    def share_of(self, whole: Tensor, tile: SharedRange | None = None) -> tuple[int, int]:
+        """The bytes [begin, end) of a tensor's, or of a tile's, that this rank brings to its
+        gather."""
+        if tile is not None:
+            return tile.own
         each = whole.numel() // self.size
         return self.rank * each, (self.rank + 1) * each
 
-    def gather(self, whole: Tensor, name: str, after: Sequence[Ticket]) -> Promise:
-        """Start bringing the shares of all ranks together.
+    def gather(
+        self,
+        whole: Tensor,
+        name: str,
+        after: Sequence[Ticket],
+        tile: SharedRange | None = None,
+    ) -> Promise:
+        """Start bringing the shares of all ranks together, or what they have of a tile.
 
-        whole   uint8 [ranks * n]; this rank's share lies in its place once all of `after` is
-                complete
+        whole   uint8 [ranks * n], or [tile.nbytes]; what this rank brings lies in its place once
+                all of `after` is complete
         """
-        shares = whole.view(self.size, -1)
-        others = self._others()
+        if tile is None:
+            shares = list(whole.view(self.size, -1))
+        else:
+            shares = [whole[slice(*tile.of_rank(r))] for r in range(self.size)]
+        own, others = shares[self.rank], self._others()
 
         def collect() -> None:
-            own = shares[self.rank]
             self._lanes["gather"].messages(
                 f"gather {name!r}", [(r, own) for r in others], [(r, shares[r]) for r in others]
             )
 
-        sent = shares.shape[1] * len(others)
+        sent = own.numel() * len(others)
         return self._submit("gather", f"gather {name!r}", collect, after, sent)
 
     def exchange(
-        self, flat: Tensor, partition: Partition | None, name: str, after: Sequence[Ticket]
+        self,
+        flat: Tensor,
+        partition: Partition | None,
+        name: str,
+        after: Sequence[Ticket],
+        tile: SharedRange | None = None,
     ) -> Exchanged:
         """Start giving every rank the parts of all ranks' gradients that are for it.
 
         flat       [numel], this rank's gradient; not changed until the ticket is complete
         partition  of the parameter; None: every rank gets all of it
+        tile       of the gradient, which is all of `flat`: every rank gets what is of its share
         """
-        count = flat.numel() if partition is None else partition.count
-        parts = torch.zeros(self.size, count, dtype=flat.dtype)
-        others = self._others()
+        others, width = self._others(), flat.element_size()
 
         def cut(rank: int) -> Tensor:
+            if tile is not None:
+                begin, end = tile.of_rank(rank)
+                return flat[begin // width : end // width]
             first, last = (0, flat.numel()) if partition is None else partition.of_rank(rank)
             return flat[first:last]
+
+        count = flat.numel() if partition is None else partition.count
+        if tile is not None:
+            count = tile.own_nbytes // width
+        parts = torch.zeros(self.size, count, dtype=flat.dtype)
 
         def exchange() -> None:
             own = cut(self.rank)
@@ -470,6 +493,33 @@ class Fabric:
             sums.add_(more.parts)
 
         return Exchanged(sums, self._after(exchanged, add))
+
+    def blank(self, count: int, dtype: torch.dtype) -> Exchanged:
+        """Parts of all ranks that are still to be `placed`: [ranks, count], zeros."""
+        promise = Promise()
+        promise.finish()
+        return Exchanged(torch.zeros(self.size, count, dtype=dtype), promise)
+
+    def placed(
+        self, sums: Exchanged, tile: Exchanged, first: int, dtype: torch.dtype, adds: bool
+    ) -> Exchanged:
+        """The parts `sums`, with those of a tile in place of the elements from `first` on.
+
+        dtype  of the result: that of `sums`, or wider
+        adds   the tile is added to what is there
+        """
+        made, more = self._as(dtype, sums), tile.parts
+
+        def place() -> None:
+            if made is not sums.parts:
+                made.copy_(sums.parts)
+            here = made[:, first : first + more.shape[1]]
+            if adds:
+                here.add_(more)
+            else:
+                here.copy_(more)
+
+        return Exchanged(made, self._after(tile, place))
 
     def scaled(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
         """Each part times 1/ranks, in `dtype`, which is that of the parts or wider."""

@@ -51,7 +51,7 @@ from zcompile.runtime.tiers.device import DeviceTier
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, compute_marks
-from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.runtime.transfer.ticket import Ready, Ticket
 from zcompile.runtime.transfer.transfer import Add, Fetch, InFlight, Put, ReadBack, Transfer
 
 # --- Deferred changes ---
@@ -185,6 +185,8 @@ class Entry:
     tiles    and of its tiles: offset -> (elements, how -> result)
     narrow   its bytes rest in the narrower `copy_dtype`, in which each value is what it is; None:
              they are `nbytes`. Who uses it without saying so finds it widened (`settle`)
+    crosses_wide  of a parameter: its last gradient, made in a narrower dtype, crossed between ranks
+             in its own, since a hook of some rank sees it
     """
 
     def __init__(
@@ -215,6 +217,7 @@ class Entry:
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self.narrow: Cast | None = None
+        self.crosses_wide = False
         self.tie: Tie | None = None
         """Tells that the storage of the handle has died."""
 
@@ -258,6 +261,11 @@ class Entry:
         """As `settle`, for who reads the bytes as they rest, narrow or not."""
         if self.waits is not None:
             self.waits.settle()
+
+    def note_crossing(self, wide: bool) -> None:
+        """Note that a gradient of this parameter, made in a narrower dtype, crosses between ranks:
+        in its own, if a hook of any rank is to see it."""
+        self.crosses_wide = wide
 
     def rest_narrow(self, cast: Cast) -> None:
         """Its bytes, of a new entry, are to be those of a narrower dtype."""
@@ -600,6 +608,8 @@ class Store:
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
         self.enter(entry.name)
+        if not target.numel():
+            return Ready()  # a tile of which this rank holds nothing
         self._prepare_read(entry, ahead)
         window, padded = self.arena.window_and_holds(target)
         place, context = entry.place, self._context

@@ -124,13 +124,6 @@ _Row = tuple[int, int, bool, SimTransfer]
 """A transfer in flight: (begin, end, writes, transfer) on bytes [begin, end) of an entry."""
 
 
-def is_to_be_pruned(rows: Sequence[object]) -> bool:
-    """Whether a list that has grown is looked through for what is over, which is not done each time
-    that it is asked: at each power of two from 16 on."""
-    count = len(rows)
-    return count >= 16 and not count & (count - 1)
-
-
 class Leaving:
     """Transfers of bytes that leave slots, which may have been given back, by where the slots are:
     the same addresses come again step after step."""
@@ -139,13 +132,19 @@ class Leaving:
         self._rows: dict[tuple[int, int], list[tuple[int, SimTransfer]]] = {}
         """(begin, end) -> transfers, each with its place in the order of all."""
         self._places = itertools.count()
+        self._kept, self._most = 0, 16
+        """Transfers that are remembered, and how many may be before those that ended are dropped:
+        looking for these each time would take longer than all else."""
 
     def start(self, slot: Slot, transfer: SimTransfer) -> None:
         """Add a transfer that starts."""
-        rows = self._rows.setdefault((slot.address, slot.end), [])
-        rows.append((next(self._places), transfer))
-        if is_to_be_pruned(rows):
-            rows[:] = [row for row in rows if row[1].over_s is None]
+        if self._kept >= self._most:
+            live = {at: [r for r in rows if r[1].over_s is None] for at, rows in self._rows.items()}
+            self._rows = {at: rows for at, rows in live.items() if rows}
+            self._kept = sum(map(len, self._rows.values()))
+            self._most = 2 * self._kept + 16
+        self._rows.setdefault((slot.address, slot.end), []).append((next(self._places), transfer))
+        self._kept += 1
 
     def over(self, begin: int, end: int) -> list[SimTransfer]:
         """Those that have not ended, of slots that share bytes with [begin, end), as they came."""
@@ -173,17 +172,18 @@ class InFlight:
         self, ref: EntryRef, begin: int, end: int, writes: bool, transfer: SimTransfer
     ) -> None:
         """Add a transfer that starts."""
-        rows = self._rows.setdefault(ref, [])
-        rows.append((begin, end, writes, transfer))
-        if is_to_be_pruned(rows):
-            rows[:] = [row for row in rows if row[3].home_s is None]
+        self._rows.setdefault(ref, []).append((begin, end, writes, transfer))
 
     def blockers(self, ref: EntryRef, begin: int, end: int, writes: bool) -> list[SimTransfer]:
         """Transfers in flight over those bytes of the entry, if either side writes."""
+        rows = self._rows.get(ref)
+        if not rows:
+            return []
+        self._rows[ref] = rows = [row for row in rows if row[3].home_s is None]
         return [
             transfer
-            for first, last, wrote, transfer in self._rows.get(ref, ())
-            if first < end and begin < last and (wrote or writes) and transfer.home_s is None
+            for first, last, wrote, transfer in rows
+            if first < end and begin < last and (wrote or writes)
         ]
 
 

@@ -169,13 +169,7 @@ def aot_backend(
         inference_compiler=inference,
         partition_fn=partition,
     )
-
-    def unprinted(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        with unheard_graphs():
-            compiled: Callable[..., Any] = backend(gm, inputs)
-        return compiled
-
-    return unprinted
+    return backend
 
 
 @contextmanager

@@ -25,6 +25,8 @@ OF_OTHERS = {
     "_flat_weight_refs": "nn.RNNBase, which refers to its weights weakly",
     "exceeds_recompile_limit": "torch's own question before it compiles once more, in torch_compat",
     "_maybe_set": "torch's own list of what it saves, in torch_compat",
+    "_log_joint_graph": "AOTAutograd's own, which writes graphs down, in torch_compat for a while",
+    "_log_fw_bw_graphs": "AOTAutograd's own, in torch_compat for a while",
     "_boxed_call": "a function: the mark of AOTAutograd's calling convention",
     "disabled": "logging.Logger: torch's, muted for a while",
     "loss_type": "a config of transformers",

@@ -677,7 +677,6 @@ def is_held_by() -> None:
         assert not private.is_held_by(owner, "value")
         del held
         assert private.is_held_by(owner, "value")
-    assert not private.is_held_by(owner, "value", 2)
 
 
 @contract

@@ -58,6 +58,90 @@ def Dispatched() -> None:
 
 
 @contract
+def arguments_of() -> None:
+    """Told once for each op, and as its schema says."""
+    for op in (torch.ops.aten.add.out, torch.ops.aten._fused_adamw_.default):
+        told = private.arguments_of(op)
+        assert told is private.arguments_of(op)
+        for known, argument in zip(told, op._schema.arguments, strict=True):
+            alias = argument.alias_info
+            assert known.name == argument.name
+            assert known.writes == (alias is not None and alias.is_write)
+            assert known.is_out == argument.is_out
+    assert [a.is_out for a in private.arguments_of(torch.ops.aten.add.out)][-1]
+
+
+@contract
+def faked_at_once() -> None:
+    """Torch makes the fake of such an op by one call, and it traces as any other."""
+    asked = []
+    lib = torch.library.Library("zinf_contract", "FRAGMENT")
+    lib.define("twice(Tensor x, Device device) -> Tensor")
+    lib.impl("twice", lambda x, device: 2 * x, "CompositeExplicitAutograd")
+
+    def fake(x, device):
+        asked.append(x)
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"), device
+
+    private.faked_at_once(lib, "twice", fake)
+    op = torch.ops.zinf_contract.twice.default
+    cpu = torch.device("cpu")
+    assert op(torch.ones(3), cpu).tolist() == [2.0, 2.0, 2.0]
+    assert not asked
+    with private._FakeTensorMode() as mode:
+        x = torch.ones(3, 2).t()
+        made = op(x, cpu)
+    assert asked
+    assert (made.device, made.size(), made.stride()) == (cpu, x.size(), x.stride())
+    assert made.fake_mode is mode
+
+    def call(x):
+        return op(x, cpu) + 1
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(call, tracing_mode="fake")(torch.ones(2))
+    assert [n.target for n in graph.graph.find_nodes(op="call_function", target=op)] == [op]
+    assert graph(torch.ones(2)).tolist() == [3.0, 3.0]
+
+
+@contract
+def unheard_graphs() -> None:
+    """AOTAutograd writes its graphs down whoever listens, and not within the context; who does
+    listen hears them."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    written = []
+    readable = torch.fx.GraphModule.print_readable
+
+    def noted(module, *args, **how):
+        written.append(module)
+        return readable(module, *args, **how)
+
+    def traced(aot):
+        torch._dynamo.reset()
+        torch.compile(lambda x: (x * 2).sin(), backend=aot)(torch.ones(2, requires_grad=True))
+
+    def plain(gm, inputs):
+        return private.boxed(lambda args: gm(*args))
+
+    backend = private._aot_autograd(fw_compiler=plain, bw_compiler=plain)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.fx.GraphModule, "print_readable", noted)
+        traced(backend)
+        assert len(written) == 3
+        with private.unheard_graphs():
+            traced(backend)
+        assert len(written) == 3
+        traced(backend)
+        assert len(written) == 6
+        patch.setattr(graph_compile.aot_graphs_log, "level", 10)
+        graph_compile.aot_graphs_log.manager._clear_cache()
+        with private.unheard_graphs():
+            traced(backend)
+        assert len(written) >= 9
+    graph_compile.aot_graphs_log.manager._clear_cache()
+
+
+@contract
 def tell_of_compiling() -> None:
     told = []
     begins, ends = lambda _: told.append("begins"), lambda _: told.append("ends")

@@ -1,5 +1,6 @@
 """Simulated steps: small ones worked out by hand, and what must hold of any."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -35,7 +36,8 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.types import HELD, EntryKind, Layout, Phase
 from zcompile.machine.cost import Costs, TransferModes
-from zcompile.planner.simulator import simulate, step_seconds
+from zcompile.planner.links import SimTransfer
+from zcompile.planner.simulator import InFlight, Leaving, simulate, step_seconds
 
 BLOCK = 4096
 """Of the staging ring."""
@@ -408,3 +410,26 @@ def test_a_link_that_is_not_there_is_named():
 def test_the_same_step_takes_the_same_time_again():
     step = step_of(LOADED, a_call(computing(2), phase=Phase.BACKWARD))
     assert simulate(step, Costs(machine())) == simulate(step, Costs(machine()))
+
+
+def test_what_is_in_flight_is_found_by_its_bytes_in_the_order_in_which_it_came():
+    """However much of it is over by then, and not looked through each time."""
+    draw, leaving, on_entry = random.Random(0), Leaving(), InFlight()
+    came: list[tuple[int, int, bool, SimTransfer]] = []
+    for _ in range(300):
+        begin, nbytes = 64 * draw.randrange(8), 64 * draw.randrange(1, 4)
+        writes, transfer = draw.random() < 0.5, SimTransfer(nbytes)
+        leaving.start(Slot(begin, nbytes), transfer)
+        on_entry.start("entry", begin, begin + nbytes, writes, transfer)
+        came.append((begin, begin + nbytes, writes, transfer))
+        if draw.random() < 0.9:
+            draw.choice(came)[3].over_s = 1.0
+        for *_, other in came:
+            other.home_s = other.over_s
+        first, last = 64 * draw.randrange(8), 64 * draw.randrange(8, 12)
+        live = [row for row in came if row[3].over_s is None]
+        there = [row for row in live if row[0] < last and first < row[1]]
+        assert leaving.over(first, last) == [row[3] for row in there]
+        assert leaving.behind(first) == [row[3] for row in live if row[0] >= first]
+        assert on_entry.blockers("entry", first, last, True) == [row[3] for row in there]
+        assert on_entry.blockers("entry", first, last, False) == [r[3] for r in there if r[2]]

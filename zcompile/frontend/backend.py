@@ -39,6 +39,7 @@ from zcompile.ir.torch_compat import (
     node_of_call,
     pin_phase,
     save_unchecked,
+    unheard_graphs,
     without_modes,
 )
 from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, ParamSpec, Phase
@@ -101,7 +102,7 @@ def zinf(
         session.meter.count("graphs")
         remember_frame(session)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
-    with working(f"compiling {watch.name}"):
+    with working(f"compiling {watch.name}"), unheard_graphs():
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # on purpose: what torch cannot trace raises of no one class

@@ -65,9 +65,6 @@ class Held(Protocol):
         of it (`ops.reduce_tile`)."""
 
 
-HOLDERS = 2
-"""Tensors that hold the memory of a handle nobody else has: the handle, and the tensor of one
-dimension that it was reshaped from."""
 REBUILD_ADVICE = "build the model anew, offload that, and load what was saved"
 """Advice for errors about entries that are gone: their values went with the store."""
 
@@ -117,8 +114,9 @@ def handle_of(key: int, watch: Watch) -> Tensor:
 
 
 def _over(memory: Any) -> Tensor:
-    """A handle over 8 bytes of memory."""
-    return torch.frombuffer(memory, dtype=torch.int64).reshape(())
+    """A handle over 8 bytes of memory; no view of another tensor, of which tracing would make a
+    stand-in too."""
+    return torch.frombuffer(memory, dtype=torch.int64).squeeze_()
 
 
 class _Cell(ctypes.c_int64 * 1):  # type: ignore[misc]  # made by ctypes
@@ -250,7 +248,7 @@ def shown_as(leaf: Leaf, layout: object) -> None:
 def is_named_once(tiered: Any) -> bool:
     """Whether nothing but this tiered tensor names its entry: no view, no graph, no share."""
     shared = isinstance(leaf_of(tiered._handle), Share)
-    return not shared and is_held_by(tiered, "_handle", HOLDERS)
+    return not shared and is_held_by(tiered, "_handle")
 
 
 def owners_of(entry: Held) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, library
 
 from zcompile.ir.handles import entry_of, leaf_of
-from zcompile.ir.torch_compat import Dispatched
+from zcompile.ir.torch_compat import Dispatched, faked_at_once
 
 _LIBRARY = library.Library("zinf", "DEF")
 
@@ -48,6 +48,17 @@ def _full_fake(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
+def _without_memory(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, torch.device]:
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta"), device
+
+
 _FULL = (
     "(Tensor handle, SymInt[] size, SymInt[] stride, SymInt offset, ScalarType dtype, "
     "Device device) -> Tensor"
@@ -65,6 +76,10 @@ def gather(
 ) -> Tensor:
     """Return the full tensor behind a handle; blocks. What tracing puts into a graph."""
     return entry_of(handle).gather(size, stride, offset, dtype)
+
+
+# Tracing meets it as often as the ops of the model.
+faked_at_once(_LIBRARY, "gather", _without_memory)
 
 
 @declare(f"fetch{_FULL}", fake=_full_fake)

@@ -16,7 +16,14 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import find, output_of, phase_of, root_of, views_and_casts_of
-from zcompile.ir.torch_compat import Dispatched, hint, is_random, is_symbol, mutated_inputs
+from zcompile.ir.torch_compat import (
+    Dispatched,
+    arguments_of,
+    hint,
+    is_random,
+    is_symbol,
+    mutated_inputs,
+)
 from zcompile.ir.types import Layout, Phase, Work
 from zcompile.ir.work import work_of
 
@@ -143,8 +150,8 @@ def _written(graph: fx.Graph) -> Iterator[fx.Node]:
             continue
         if node.target in ops.OURS:
             continue
-        for position, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+        for position, argument in enumerate(arguments_of(node.target)):
+            if argument.writes:
                 given = (
                     node.args[position]
                     if position < len(node.args)

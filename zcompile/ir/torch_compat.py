@@ -124,6 +124,29 @@ def is_traced(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor
 
 
+@dataclass(frozen=True)
+class Argument:
+    """What the schema of an op says of one of its arguments.
+
+    writes  whether the op writes to it
+    is_out  whether it is an `out=`
+    """
+
+    name: str
+    writes: bool
+    is_out: bool
+
+
+@cache
+def arguments_of(op: Dispatched) -> tuple[Argument, ...]:
+    """The arguments of an op in their order. Torch makes its own answer anew each time, which
+    takes as long as making a tensor."""
+    return tuple(
+        Argument(a.name, a.alias_info is not None and a.alias_info.is_write, a.is_out)
+        for a in op._schema.arguments
+    )
+
+
 def support_foreach(cls: type[Tensor]) -> None:
     """Let stock optimizers choose for `cls` what they choose for plain tensors.
 
@@ -147,6 +170,28 @@ def aot_backend(
         partition_fn=partition,
     )
     return backend
+
+
+@contextmanager
+def unheard_graphs() -> Iterator[None]:
+    """Within the context AOTAutograd does not write down its graphs for logs that nobody reads,
+    which it does at any level of logging: three times the whole graph, as long as a pass takes."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    if (
+        graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
+        or graph_compile.aot_joint_log.isEnabledFor(logging.INFO)
+        or torch._logging._internal.trace_log.handlers
+    ):
+        yield
+        return
+    were = graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs
+    graph_compile._log_joint_graph = lambda *_: None
+    graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
+    try:
+        yield
+    finally:
+        graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs = were
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
@@ -264,12 +309,13 @@ def is_random(node: fx.Node) -> bool:
     assert isinstance(node.target, Dispatched)
     if getattr(torch.Tag, "nondeterministic_bitwise", None) in node.target.tags:
         return True
-    for position, argument in enumerate(node.target._schema.arguments):
+    for position, argument in enumerate(arguments_of(node.target)):
         if argument.name == "dropout_p":
+            default = node.target._schema.arguments[position].default_value
             given = (
                 node.args[position]
                 if position < len(node.args)
-                else node.kwargs.get(argument.name, argument.default_value)
+                else node.kwargs.get(argument.name, default)
             )
             return bool(given != 0.0)
     return torch.Tag.nondeterministic_seeded in node.target.tags
@@ -601,17 +647,14 @@ def _references_to_own_storage() -> int:
     return _references_to_storage(torch.zeros(1))
 
 
-def is_held_by(owner: object, name: str, memory_holders: int = 1) -> bool:
-    """Whether only an attribute of `owner` holds a tensor: no name, no list, no graph that waits
-    for its backward.
-
-    memory_holders  how many tensors hold its memory then
-    """
+def is_held_by(owner: object, name: str) -> bool:
+    """Whether only an attribute of `owner` holds a tensor and its memory: no name, no list, no
+    graph that waits for its backward."""
     if _references_to_attribute(owner, name) > _references_to_own_attribute():
         return False
     tensor: Any = vars(owner)[name]
     alone = tensor._use_count() == 1
-    return alone and holders_of_memory(tensor) == memory_holders
+    return alone and holders_of_memory(tensor) == 1
 
 
 def _references_to_attribute(owner: object, name: str) -> int:
@@ -801,6 +844,23 @@ def ends_compiling(error: Exception) -> bool:
 def says_not_resizable(error: RuntimeError) -> bool:
     """Whether an op failed because it would have to resize a tensor over foreign memory."""
     return "resize storage that is not resizable" in str(error)
+
+
+def faked_at_once(
+    lib: library.Library, name: str, fake: Callable[..., tuple[Tensor, torch.device]]
+) -> None:
+    """Let tracing take the results of the op `name` of `lib` from `fake`, and ask nothing else of
+    the op: going through what is registered as its fake takes several times as long.
+
+    fake  is given the arguments of the op; returns a tensor on the device "meta", which nobody else
+          has, and the device that it is to show
+    """
+
+    def rule(mode: Any, func: Dispatched, types: object, args: Any, kwargs: Any) -> Tensor:
+        made, device = fake(*args, **kwargs)
+        return FakeTensor(mode, made, device)
+
+    library.register_torch_dispatch(f"{lib.ns}::{name}", _FakeTensorMode, rule, lib=lib)
 
 
 @contextmanager

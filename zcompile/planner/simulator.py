@@ -9,9 +9,11 @@ the one before still ran, and the last walk is the answer (`simulate`). `predict
 plain numbers, beside those that `zcompile.stats` measures.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from zcompile.ir.effects import (
@@ -122,6 +124,44 @@ _Row = tuple[int, int, bool, SimTransfer]
 """A transfer in flight: (begin, end, writes, transfer) on bytes [begin, end) of an entry."""
 
 
+class Leaving:
+    """Transfers of bytes that leave slots, which may have been given back, by where the slots are:
+    the same addresses come again step after step."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int], list[tuple[int, SimTransfer]]] = {}
+        """(begin, end) -> transfers, each with its place in the order of all."""
+        self._places = itertools.count()
+        self._kept, self._most = 0, 16
+        """Transfers that are remembered, and how many may be before those that ended are dropped:
+        looking for these each time would take longer than all else."""
+
+    def start(self, slot: Slot, transfer: SimTransfer) -> None:
+        """Add a transfer that starts."""
+        if self._kept >= self._most:
+            live = {at: [r for r in rows if r[1].over_s is None] for at, rows in self._rows.items()}
+            self._rows = {at: rows for at, rows in live.items() if rows}
+            self._kept = sum(map(len, self._rows.values()))
+            self._most = 2 * self._kept + 16
+        self._rows.setdefault((slot.address, slot.end), []).append((next(self._places), transfer))
+        self._kept += 1
+
+    def over(self, begin: int, end: int) -> list[SimTransfer]:
+        """Those that have not ended, of slots that share bytes with [begin, end), as they came."""
+        rows = self._rows.items()
+        return _pending(many for (first, last), many in rows if first < end and begin < last)
+
+    def behind(self, address: int) -> list[SimTransfer]:
+        """Those that have not ended, of slots that begin at `address` or behind it."""
+        return _pending(many for (first, _), many in self._rows.items() if first >= address)
+
+
+def _pending(groups: Iterable[list[tuple[int, SimTransfer]]]) -> list[SimTransfer]:
+    found = [row for rows in groups for row in rows if row[1].over_s is None]
+    found.sort(key=itemgetter(0))
+    return [transfer for _, transfer in found]
+
+
 class InFlight:
     """Transfers in flight, by the entry: which of them another one must wait for."""
 
@@ -176,8 +216,7 @@ class SimulatedSteps:
         self._given: dict[Ticket, SimTransfer] = {}
         self._traffic.start(self._compute, 0.0)
         self._in_flight = InFlight()
-        self._leaving: list[tuple[int, int, SimTransfer]] = []
-        """(begin, end, transfer) of bytes that leave slots, which may have been given back."""
+        self._leaving = Leaving()
         scratches = (call.schedule.scratch_at for call in step.calls)
         self._scratch_at = min((at for at in scratches if at), default=0)
         self._backlog: list[SimTransfer] = []
@@ -423,7 +462,7 @@ class SimulatedSteps:
         self._waited = self._host - before
         if slot := x.reads_slot:
             self._issue(x)
-            self._leaving.append((slot.address, slot.end, transfer))
+            self._leaving.start(slot, transfer)
         # A value leaves behind all compute, if no ticket says behind which.
         mark = (self._compute,) if x.reads and not x.after else ()
         self._start(transfer, ref, home, x.after, mark)
@@ -479,16 +518,11 @@ class SimulatedSteps:
 
     def _from_scratch(self) -> list[SimTransfer]:
         """Transfers that must be over before the step scratch is given back."""
-        if not self._scratch_at:
-            return []
-        rows, first = self._leaving, self._scratch_at
-        return [row[2] for row in rows if row[0] >= first and row[2].over_s is None]
+        return self._leaving.behind(self._scratch_at) if self._scratch_at else []
 
     def _under(self, slot: Slot) -> list[SimTransfer]:
         """Transfers that must be over before `slot` is overwritten."""
-        self._leaving = rows = [row for row in self._leaving if row[2].over_s is None]
-        begin, end = slot.address, slot.end
-        return [row[2] for row in rows if row[0] < end and begin < row[1]]
+        return self._leaving.over(slot.address, slot.end)
 
     def _start(
         self,

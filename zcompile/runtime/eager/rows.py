@@ -8,7 +8,7 @@ an optimizer's step, as further columns of such rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import Column, Row, lower_step
 from zcompile.ir.schedule import Cast, EntryIndex
-from zcompile.ir.torch_compat import Dispatched, trees
+from zcompile.ir.torch_compat import Dispatched, arguments_of, trees
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
@@ -42,8 +42,7 @@ class Application:
     kwargs: dict[str, Any]
 
     def tensors(self) -> list[Tensor]:
-        leaves, _ = trees.tree_flatten((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return [x for x in leaves_of(self.args, self.kwargs) if isinstance(x, Tensor)]
 
     def written(self) -> list[Tensor]:
         """The tensors that the op writes: as its schema says, or `UNANNOTATED_WRITES`."""
@@ -56,9 +55,8 @@ class Application:
     def _given(self, *, written: bool) -> list[Tensor]:
         found: list[Tensor] = []
         unsaid = UNANNOTATED_WRITES.get(self.func, ())
-        for position, argument in enumerate(self.func._schema.arguments):
-            writes = argument.alias_info is not None and argument.alias_info.is_write
-            writes = writes or argument.name in unsaid
+        for position, argument in enumerate(arguments_of(self.func)):
+            writes = argument.writes or argument.name in unsaid
             if argument.name == "grads" and self.kwargs.get("grad_scale") is None:
                 writes = False  # fused optimizers write gradients only to unscale them in place
             if writes is not written:
@@ -110,6 +108,7 @@ def rows_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> li
     ]
 
 
+@cache
 def is_elementwise(func: Dispatched) -> bool:
     """Whether the op may be applied to any range of elements by itself, and gives the same bits."""
     if any("Tensor" not in str(result.type) for result in func._schema.returns):
@@ -142,7 +141,7 @@ def streamable(app: Application, cls: type) -> bool:
     same = len({t.device for t in wide}) == 1
     if not (alike and same and Layout.of(first).dense):
         return False
-    if any(argument.is_out for argument in app.func._schema.arguments) and _resizes_out(app):
+    if any(argument.is_out for argument in arguments_of(app.func)) and _resizes_out(app):
         return False
     if any(t.dim() > first.dim() for t in tensors):
         return False  # one element of more dimensions gives the result its own

@@ -24,6 +24,7 @@ from zcompile.ir.handles import claimed, shows
 from zcompile.ir.torch_compat import (
     Dispatched,
     LateStorage,
+    arguments_of,
     grad_fn_of,
     grad_of,
     is_applied_by_a_module,
@@ -424,14 +425,15 @@ def _gather_in_graph(func: Dispatched, args: Sequence[Any], kwargs: dict[str, An
         )
         return layout.marked(gathered)
 
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if any(isinstance(v, TieredTensor) for v in trees.tree_leaves(value)):
-                raise Unsupported(
-                    f"{func} writes to a tiered parameter inside a compiled function",
-                    "move the write outside, or into a function under torch.compiler.disable",
-                )
+    for position, argument in enumerate(arguments_of(func)):
+        if not argument.writes:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        if any(isinstance(v, TieredTensor) for v in trees.tree_leaves(value)):
+            raise Unsupported(
+                f"{func} writes to a tiered parameter inside a compiled function",
+                "move the write outside, or into a function under torch.compiler.disable",
+            )
     args, kwargs = trees.tree_map(full, (tuple(args), kwargs))
     return hand_on(func, args, kwargs)
 

@@ -128,6 +128,7 @@ class Effects(NamedTuple):
     each          every rank gets all `nbytes` of each rank, and not only a share
     bucket        gradients that it puts into the bucket of the call, or that cross with it
     viewed_as     dtype of the tensors over `views`
+    on_host       the host computes the region, or is lent the bytes of an entry for one
     """
 
     kind: str
@@ -155,6 +156,7 @@ class Effects(NamedTuple):
     each: bool = False
     bucket: tuple[Piece, ...] = ()
     viewed_as: torch.dtype | None = None
+    on_host: bool = False
 
     @property
     def is_collective(self) -> bool:

@@ -4,17 +4,19 @@ Plans that are forced to have them train beside plain PyTorch, whose bits they a
 """
 
 import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from host_runs import Pair, let_host_update_all, trained_pair
-from planned_runs import PLANNED, ids, loss_of
+from host_runs import Pair, let_host_update_all, streaming, trained_pair
+from lagging import lagging
+from planned_runs import PLANNED, ids, loss_of, offloaded
 
 import zcompile
 from zcompile.errors import UpdateBroken
 from zcompile.ir.schedule import Run
-from zcompile.ir.units import Bytes, KiB
+from zcompile.ir.units import KiB
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
@@ -169,6 +171,16 @@ def test_a_narrow_copy_is_made_on_the_host_too():
     zcompile.close(pair.model)
 
 
+def test_copies_that_lag_behind_the_host_are_waited_for(monkeypatch):
+    """Gradients arrive, for all that the host knows, when it waits for them, and not before."""
+    lagging(monkeypatch)
+    with trained_pair(adamw, throttle={}) as pair:
+        before = pair.on_host
+        pair.step(2)
+        assert pair.on_host > before
+        assert pair.equal()
+
+
 def test_the_budgets_hold():
     with trained_pair(adamw, host_memory="4MiB") as pair:
         zcompile.stats(pair.model, reset=True)
@@ -193,8 +205,6 @@ def test_a_row_that_fails_names_its_parameter(monkeypatch):
             compute(self, run, values)
 
         def fail_region(region):
-            from dataclasses import replace
-
             def call(*values):
                 raise RuntimeError("out of luck")
 
@@ -229,9 +239,17 @@ def test_nothing_keeps_what_was_lent():
 
 
 def test_a_durable_run_resumes_from_what_the_host_wrote(tmp_path):
-    disk = tmp_path / "run"
-    disk.mkdir()
-    fields = {"disk": disk, "durable": True, "device_memory": Bytes(512 * KiB)}
-    pair = Pair(adamw, **fields).step(PLANNED + 2)
-    assert pair.equal()
-    zcompile.close(pair.model)
+    fields = {"disk": tmp_path / "run", "durable": True}
+    with trained_pair(adamw, **fields) as pair:
+        pair.step(2)
+        assert pair.on_host > 0
+        assert pair.equal()
+    model, _ = offloaded(**streaming(), **fields)
+    optimizer = adamw([*model.parameters()])
+    zcompile.resume(tmp_path / "run", model, optimizer)
+    mine = [p.on_host() for p in model.parameters()]
+    assert all(map(torch.equal, mine, pair.plain.parameters()))
+    states = [optimizer.state[p]["exp_avg_sq"].on_host() for p in model.parameters()]
+    plain = [pair.optimizers[0].state[p]["exp_avg_sq"] for p in pair.plain.parameters()]
+    assert all(map(torch.equal, states, plain))
+    zcompile.close(model)

@@ -59,7 +59,7 @@ class Terms:
                  it
     chunk_bytes  per operand and chunk of an optimizer's step, at most
     activations, tile_bytes, regions  as in `Config`
-    updates_on_host  whether a plan may let the host compute updates beside the device
+    updates_on_host  whether a plan of one rank may let the host compute updates beside the device
     """
 
     machine: Machine
@@ -185,7 +185,8 @@ def evaluated(
         demand_of(way, costs.region_seconds, together=True, machine=terms.machine) for way in ways
     ]
     found = [(demand, room) for demand in demands]
-    if terms.updates_on_host:
+    on_host = terms.updates_on_host and not several
+    if on_host:
         found += [(demand_on_host(way, costs), reaching(room)) for way in read_as]
     bounds = [(bound(demand, terms.machine.links, of), demand, of) for demand, of in found]
     least, demand, within = min(bounds, key=lambda row: row[0].seconds)
@@ -206,7 +207,7 @@ def evaluated(
     planned = plan_late_or_not(step, plan, kept, room, chunk_bytes, seconds)
 
     def here_or_on_host(step: StepTrace, made: StepPlan) -> StepPlan:
-        if not terms.updates_on_host:
+        if not on_host:
             return made
         return plan_on_host_or_not(step, made, plan, kept, room)
 

@@ -211,8 +211,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         config.regions,
         config.stage,
         updates_on_host=config.updates_on_host("cuda" if ways.asynchronous else "cpu")
-        and not emulates
-        and found.ranks == 1,
+        and not emulates,
     )
     return terms.on(found)
 

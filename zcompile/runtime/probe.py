@@ -567,27 +567,9 @@ HOST_UPDATE_BYTES = 64 * MiB
 def host_update_rate() -> float:
     """Measure at how many bytes per second the host's cores read and write the operands of a step
     of AdamW in its memory."""
-    n = HOST_UPDATE_BYTES // 4
-    param, grad, mean, square = (torch.full((n,), 0.5) for _ in range(4))
-    steps = [torch.tensor(1.0)]
-
-    def update() -> None:
-        torch._fused_adamw_(
-            [param],
-            [grad],
-            [mean],
-            [square],
-            [],
-            steps,
-            lr=1e-3,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
+    param = torch.nn.Parameter(torch.full((HOST_UPDATE_BYTES // 4,), 0.5))
+    param.grad = torch.full_like(param, 0.5)
+    update = torch.optim.AdamW([param], fused=True).step
     passes = 7  # the gradient is read, all others are read and written
     return rounded(passes * HOST_UPDATE_BYTES / _best_seconds(update, torch.device("cpu")))
 

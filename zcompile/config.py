@@ -28,6 +28,7 @@ PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes"
 
 REGIONS = ("auto", "eager", "inductor")
 KERNELS = ("auto", "stock", "triton")
+UPDATES = ("auto", "device", "fastest")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 STAGES = ("auto", 1, 2, 3)
 
@@ -67,6 +68,11 @@ class Config:
                     under torch.compile; "auto" means "eager"
     kernels         whether kernels of our own are used on CUDA: "triton"; "stock": torch's; "auto"
                     means "stock" until ours have been run on a card and are faster there
+    updates         where an optimizer's updates are computed: "device"; "fastest": those of
+                    parameters that rest on the host with gradients and states are computed there by
+                    the host's cores, where a plan says that a step is faster so, with the bits of
+                    the CPU's kernels; "auto": the same, if those are the bits of the device, as on
+                    the CPU device; on CUDA "auto" means "device"
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled
@@ -96,6 +102,7 @@ class Config:
     residency: bool = True
     regions: str = "auto"
     kernels: str = "auto"
+    updates: str = "auto"
     max_lead: int = 8
     tile_bytes: int | str | None = None
     mesh: Any = None
@@ -148,7 +155,12 @@ class Config:
             raise ConfigInvalid(
                 "param_dtype", self.param_dtype, "must be torch.bfloat16, torch.float16 or None"
             )
-        choices = (("regions", REGIONS), ("activations", ACTIVATIONS), ("kernels", KERNELS))
+        choices = (
+            ("regions", REGIONS),
+            ("activations", ACTIVATIONS),
+            ("kernels", KERNELS),
+            ("updates", UPDATES),
+        )
         for name, known in choices:
             if (value := getattr(self, name)) not in known:
                 raise ConfigInvalid(name, value, f"is not one of {', '.join(known)}")
@@ -233,6 +245,14 @@ class Config:
         commit holds no copies that a plan makes.
         """
         return self.regions != "inductor" and not (self.stays_because or self.durable)
+
+    def updates_on_host(self, device: str) -> bool:
+        """Whether a plan may let the host compute updates, beside a device of type `device`.
+
+        On CUDA its kernels round otherwise than the device's, so there it is asked for. A rank
+        holds a share of each parameter, and does not: plans of several have no such updates.
+        """
+        return self.updates == "fastest" or (self.updates == "auto" and device == "cpu")
 
     @property
     def tiles_by_kernels(self) -> bool:

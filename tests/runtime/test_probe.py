@@ -271,3 +271,9 @@ def test_the_machine_of_a_config_is_taken_unmeasured(measured, device):
 def test_a_machine_can_be_given_as_it_is(measured, device):
     given = replace(MACHINE, name="mine", tiers={"device": 3})
     assert machine_for(Config(device="cpu", machine=given), device) == given
+
+
+def test_the_rate_of_updates_on_the_host_is_measured(monkeypatch):
+    monkeypatch.setattr(probe, "HOST_UPDATE_BYTES", 1 << 20)
+    monkeypatch.setattr(probe, "SPAN_S", 1e-3)
+    assert 1e6 < probe.host_update_rate() < 1e13

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from broken_host import BROKEN_HOST, HOST_ROW
 from broken_pairs import BROKEN_PAIRS, STEP
 from broken_ranks import BROKEN_RANKS
 from broken_staying import BROKEN_STAYING
@@ -233,11 +234,16 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     **BROKEN_PLACES,
     **BROKEN_DEPARTURES,
+    **{f"the host computes {case}": row for case, row in BROKEN_HOST.items()},
 }
 
 
 def test_a_gradient_may_be_made_in_its_berth():
     verify_schedule(schedule(*MADE))
+
+
+def test_the_host_may_update_what_it_is_lent():
+    verify_schedule(schedule(*HOST_ROW, phase=Phase.STEP))
 
 
 @pytest.mark.parametrize("case", BROKEN)

@@ -54,6 +54,7 @@ def rows(machine: Machine) -> Iterator[str]:
         yield f"{'compute':<12}{dtype:<12} {show_flops(rate):>12}"
     memory = show_rate(machine.compute.memory_bytes_per_s)
     yield f"{'compute':<12}{'memory':<12} {memory:>12}  after {_micro(machine.compute.launch_s)}"
+    yield f"{'host':<12}{'updates':<12} {show_rate(machine.host_update_bytes_per_s):>12}"
 
 
 def _micro(seconds: float) -> str:

@@ -249,6 +249,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rests on every rank; auto (default), whatever is faster for each",
     )
     parser.add_argument(
+        "--updates",
+        choices=("auto", "device", "fastest"),
+        default="auto",
+        help="where updates are computed: fastest, by the host for what rests there, where a step "
+        "is faster so; auto (default), the same where the bits are those of the device",
+    )
+    parser.add_argument(
         "--sweep",
         metavar="TIER=FROM..TO[:STEPS]",
         help="the step for sizes of a tier, as device=8GiB..80GiB:10",
@@ -297,7 +304,8 @@ def _walked(args: argparse.Namespace) -> Answer:
     from zcompile.planner.report import note_of_ranks
 
     stage = args.stage if args.stage == "auto" else int(args.stage)
-    terms = plan.terms_of(Config(**_budgets(args), stage=stage), args.machine)
+    config = Config(**_budgets(args), stage=stage, updates=args.updates)
+    terms = plan.terms_of(config, args.machine)
     if args.ranks is not None:
         terms = terms.on(with_ranks(terms.machine, args.ranks))
     if args.disk_bytes is not None:

@@ -34,10 +34,12 @@ from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_
 from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
+from zcompile.planner.host_step import without_host_updates
 from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import StepPlan, at_rest
+from zcompile.runtime.host_updates import NOBODY
 from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.progress import tell, working
 from zcompile.runtime.relocate import evict, relocate
@@ -239,7 +241,8 @@ class StepController(Rescheduling):
 
     def _plan_anew(self) -> bool:
         """Plan the steps seen so far, together with the last one, and put the plan into force."""
-        self._base = joined(self._of_alive(self._base), without_copies(self._last))
+        last = without_host_updates(without_copies(self._last))
+        self._base = joined(self._of_alive(self._base), last)
         if (plan := self._try()) is not None:
             self.apply(plan)
         self._plans += 1
@@ -283,6 +286,7 @@ class StepController(Rescheduling):
             self._quiet()
             self.plan = None
             session.late.want({})
+            session.host_updates.want(NOBODY)
             session.stream_through(DEPTH, NO_ROOM)
             session.homes.want({})
             self._drop_copies_of_plan()
@@ -401,6 +405,7 @@ class StepController(Rescheduling):
         device = session.homes.device
         self._quiet()
         session.late.want({})
+        session.host_updates.want(NOBODY)
         self._drop_copies_of_plan()
         device.open_window(plan.arena.window_bytes)
         left = evict(session, [e for e in self._resident() if self._is_misplaced(e, homes)], homes)
@@ -425,6 +430,7 @@ class StepController(Rescheduling):
         self.plan, self._predicted = plan, None
         self._narrow_serials = frozenset(made.serial for made in plan.reads.values())
         session.late.want(plan.late)
+        session.host_updates.want(plan.on_host)
         session.stream_through(plan.arena.depth, plan.arena.scratch)
         session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
         lost = len(left) + len(crowded) + len(astray)
@@ -573,6 +579,8 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
         told.append(f"all of {len(plan.wholes)} parameters rests on every rank")
     if plan.late:
         told.append(f"{len(plan.late)} parameters are updated in the next forward")
+    if plan.on_host:
+        told.append(f"{len(plan.on_host)} parameters are updated by the host, where they rest")
     binding = plan.placement.binding
     by = set(binding.values())
     each = by if len(by) == 1 else (f"{link} in {phase.value}" for phase, link in binding.items())

@@ -15,6 +15,12 @@ from zcompile.machine.model import Link, Machine
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
+from zcompile.planner.host_step import (
+    demand_on_host,
+    floor_on_host,
+    reaching,
+    without_host_updates,
+)
 from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, with_copies
 from zcompile.planner.outlook import Shadow, shadow_prices
@@ -27,6 +33,7 @@ from zcompile.planner.step_plan import (
     as_read,
     plan_late_or_not,
     plan_narrow_or_not,
+    plan_on_host_or_not,
     plan_step,
     plan_whole_or_not,
     plan_with_wholes,
@@ -83,7 +90,11 @@ def plan_of(
                   stay outside the arena
     raises        BudgetExceeded
     """
-    room, machine = room_of(session, step), costs.machine
+    room, machine, step = room_of(session, step), costs.machine, without_host_updates(step)
+    if costs.ways.asynchronous:
+        room = replace(room, host_bytes_per_s=machine.host_update_bytes_per_s)
+    link = machine.links.get("disk_write") if session.commit_log is not None else None
+    commits = None if link is None else link.bytes_per_s
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
     window, simulated = min(least_window, arena_bytes), seconds_at(costs)
     with working("planning a step", unit=lambda n: f"{n} arrangements tried") as work:
@@ -104,20 +115,32 @@ def plan_of(
                 step, machine, room, arena, compute, seconds, stay=stay, wanted=windows
             )
 
+        def here_or_on_host(step: StepTrace, plan: StepPlan) -> StepPlan:
+            if not may_update_on_host(session):
+                return plan
+            return plan_on_host_or_not(step, plan, planned, kept, room, window, commits)
+
         def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
-            return planned(step, kept, windows)
+            return here_or_on_host(step, planned(step, kept, windows))
 
         if wholes:
             return plan_with_wholes(step, not_late, frozenset(wholes))
         if may_be_late:
-            link = machine.links.get("disk_write") if session.commit_log is not None else None
-            rate = None if link is None else link.bytes_per_s
-            plan = plan_late_or_not(step, planned, kept, room, chunk_bytes, seconds, window, rate)
+            plan = plan_late_or_not(
+                step, planned, kept, room, chunk_bytes, seconds, window, commits
+            )
         else:
             plan = planned(step, kept, None)
+        plan = here_or_on_host(step, plan)
         if wholes is None:
             plan = plan_whole_or_not(step, plan, not_late, arena_bytes - window)
         return plan_narrow_or_not(step, plan, not_late, session.reading_copies, room, copies)
+
+
+def may_update_on_host(session: Session) -> bool:
+    """Whether a plan may let the host compute updates beside the device."""
+    allowed = session.config.updates_on_host(session.device.torch_device.type)
+    return allowed and session.fabric is None and not session.reaches_host
 
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
@@ -148,10 +171,14 @@ def prediction_of(
     made = predicted(plan.step, costs, plan.placement.homes)
     links = machine_for(session.config, session.device).links  # at the rates that they have
     bounds, floors = [], []
-    for step in ways_to_read(session, base):
-        demand = demand_here(session, step, costs)
-        bounds.append(bound(demand, links, room_of(session, step, holes=False)))
+    for step in ways_to_read(session, without_host_updates(base)):
+        demand, room = demand_here(session, step, costs), room_of(session, step, holes=False)
+        bounds.append(bound(demand, links, room))
         floors.append(floor(step, demand, costs, links, whole_room(session)))
+        if may_update_on_host(session):
+            on_host = demand_on_host(step, costs)
+            bounds.append(bound(on_host, links, reaching(room)))
+            floors.append(floor_on_host(step, on_host, costs, links, whole_room(session)))
     least = min(bounds, key=lambda found: found.seconds)
     lowest = min(floors, key=lambda found: found.seconds)
     demand = demand_here(session, as_read(base, plan), costs)
@@ -170,12 +197,16 @@ def shadows_of(
 ) -> tuple[Shadow, ...]:
     """What one more GiB of device and host would save of a step, under a plan made for `base`."""
     now_s = step_seconds(plan.step, costs, plan.placement.homes)
-    base, plan = as_read(base, plan), replace(plan, reads=NOTHING_NARROW, wholes=NO_WHOLES)
+    base = as_read(without_host_updates(base), plan)
+    plan = replace(plan, reads=NOTHING_NARROW, wholes=NO_WHOLES)
     room, demand = room_of(session, base), demand_here(session, base, costs)
-    least = bound(demand, costs.machine.links, room)
+    within = room
+    if plan.on_host:
+        demand, within = demand_on_host(base, costs), reaching(room)
+    least = bound(demand, costs.machine.links, within)
     fresh = replace(plan, seconds=now_s)
     base = as_planned(base, plan)
-    return shadow_prices(base, costs.machine, costs, room, fresh, demand, least)
+    return shadow_prices(base, costs.machine, costs, room, fresh, demand, least, within)
 
 
 def room_of(session: Session, step: StepTrace, holes: bool = True) -> Room:

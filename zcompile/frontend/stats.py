@@ -69,7 +69,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     plan          only there: `stage` of ZeRO that is in force, 2 or 3; `gathered`: parameters of
                   which ranks hold shares, and `whole`: those of them that are kept whole on the
                   device of every rank, which take `whole_bytes`
-    steps, graphs, regions, distinct_regions, gathers   counts
+    steps, graphs, regions, distinct_regions, gathers, updates_on_host   counts; the last of
+                  updates of parameters that the host computed, where they rest
     raises  Unsupported, if the model was not offloaded
     """
     session = session_behind(model)

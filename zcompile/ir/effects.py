@@ -134,6 +134,7 @@ class Effects(NamedTuple):
     viewed_as     dtype of the tensors over `views`
     tile          of what ranks hold shares of, the range that it is about; None: all of it
     wide_nbytes   bytes of a gradient that crosses between ranks, if hooks see it; 0: the same
+    on_host       the host computes the region, or is lent the bytes of an entry for one
     """
 
     kind: str
@@ -163,6 +164,7 @@ class Effects(NamedTuple):
     viewed_as: torch.dtype | None = None
     tile: SharedRange | None = None
     wide_nbytes: int = 0
+    on_host: bool = False
 
     @property
     def is_collective(self) -> bool:

@@ -69,8 +69,10 @@ class Column:
 class Row:
     """One elementwise update of `numel` elements.
 
-    plains  input registers that every chunk is handed whole, after the columns
-    copies  so many columns, the last ones, are low-precision copies that are made of others
+    plains   input registers that every chunk is handed whole, after the columns
+    copies   so many columns, the last ones, are low-precision copies that are made of others
+    on_host  the host computes it, where all its operands rest; in the record of a step that is
+             planned: it may (`planner/host_step.py`)
     """
 
     numel: int
@@ -78,6 +80,12 @@ class Row:
     plains: tuple[Register, ...]
     compute: ChunkFunction
     copies: int = 0
+    on_host: bool = False
+
+    def resting_on_host(self) -> "Row":
+        """The row as the host computes it: all operands where they rest."""
+        columns = tuple(replace(c, resident=True, far=False) for c in self.columns)
+        return replace(self, columns=columns, on_host=True)
 
 
 Part = tuple[Row, int, int]
@@ -87,14 +95,15 @@ Part = tuple[Row, int, int]
 def spread(rows: Sequence[Row], sizes: Sequence[int]) -> list[Part]:
     """All chunks of `rows`, with those of each kind spread evenly over the whole.
 
-    The kind of a chunk is the set of its far operands. If none is far, row follows row.
+    The kind of a chunk is the set of its far operands, and whether the host computes it. If all are
+    of one kind, row follows row.
 
     sizes  elements of a chunk of each row
     """
-    kinds: dict[tuple[int, ...], list[Part]] = {}
+    kinds: dict[tuple[bool, tuple[int, ...]], list[Part]] = {}
     for row, elements in zip(rows, sizes, strict=True):
         far = tuple(n for n, c in enumerate(row.columns) if c.far and not c.resident)
-        chunks = kinds.setdefault(far, [])
+        chunks = kinds.setdefault((row.on_host, far), [])
         chunks += [
             (row, first, min(row.numel, first + elements))
             for first in range(0, row.numel, elements)
@@ -139,6 +148,7 @@ def _joins(before: Row, row: Row) -> bool:
     """Whether `row` may be computed in one call with `before`."""
     return (
         all(c.resident for c in (*before.columns, *row.columns))
+        and not (before.on_host or row.on_host)
         and _kinds(before) == _kinds(row)
         and isinstance(before.compute, Joining)
         and before.compute.joins(row.compute)
@@ -150,9 +160,13 @@ def _kinds(row: Row) -> object:
 
 
 def resting_regions(name: str, rows: Sequence[Row]) -> Iterator[Region]:
-    """The regions of a step of that name if all operands are resident."""
+    """The regions of a step of that name if all operands are resident, and the device computes."""
     resting = [
-        replace(row, columns=tuple(replace(c, resident=True, far=False) for c in row.columns))
+        replace(
+            row,
+            columns=tuple(replace(c, resident=True, far=False) for c in row.columns),
+            on_host=False,
+        )
         for row in rows
     ]
     for group in together([(row, 0, row.numel) for row in resting]):
@@ -172,6 +186,11 @@ def joint_region(name: str, rows: Sequence[Row]) -> Region:
     return Region(key, text, compute.joint(rows), work, alone[0].like)
 
 
+ON_HOST = "on the host: "
+"""Begins the keys of regions that the host computes; behind it stands that of the same on the
+device."""
+
+
 def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     """The region that computes elements [first, last) of `row`, in a step of that name.
 
@@ -184,7 +203,10 @@ def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     call = partial(_call, row.compute, first, last)
     alike = row.columns[: len(row.columns) - row.copies]  # with copies it takes as long per byte
     like = " ".join((name, *(f"{c.dtype}{'!' if c.writes else ''}" for c in alike)))
-    return Region(key, f"chunk [{first}, {last})", call, work, like)
+    text = f"chunk [{first}, {last})"
+    if row.on_host:
+        key, like, text = f"{ON_HOST}{key}", f"{ON_HOST}{like}", f"{text} on the host"
+    return Region(key, text, call, work, like, on_host=row.on_host)
 
 
 def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:
@@ -195,6 +217,9 @@ def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[
 CHUNK_BYTES = 32 * MiB
 """Per operand and chunk, unless the device says otherwise. Small arenas lead to smaller chunks by
 themselves."""
+HOST_CHUNK_BYTES = 16 * MiB
+"""Per operand and chunk that the host computes: large for all of its threads, and small enough
+for what a chunk takes for itself, as where a gradient that is read is scaled before."""
 DEPTH = 3
 """Chunks on the device at once: one arrives, one computes, one leaves."""
 DEEP = 8
@@ -247,6 +272,9 @@ def chunk_elements(row: Row, share_bytes: int, chunk_bytes: int) -> int | None:
     share_bytes  of the arena, for one chunk
     chunk_bytes  of an operand, at most
     """
+    if row.on_host:
+        chunk = HOST_CHUNK_BYTES // max(column.dtype.itemsize for column in row.columns)
+        return min(row.numel, chunk)
     widths = [column.dtype.itemsize for column in row.columns if not column.resident]
     if not widths:
         return row.numel
@@ -420,8 +448,11 @@ class _Builder:
             self._compute_joint(chunk.rows)
             return
         registers = [self._operand(chunk, n) for n in range(len(chunk.fetches))]
-        done = self._ticket()
         region = chunk_region(self._name, chunk.row, chunk.first, chunk.last)
+        if chunk.row.on_host:  # it is over before the host goes on: nothing waits for it
+            self.instructions.append(Run(region, (*registers, *chunk.row.plains), ()))
+            return
+        done = self._ticket()
         self.instructions.append(
             Run(region, (*registers, *chunk.row.plains), (), ticket=done, names=())
         )
@@ -434,7 +465,7 @@ class _Builder:
     def _compute_joint(self, rows: Sequence[Row]) -> None:
         inputs: list[Register] = []
         for row in rows:
-            inputs += [self._borrow(column, 0, row.numel) for column in row.columns]
+            inputs += [self._borrow(row, column, 0, row.numel) for column in row.columns]
             inputs += row.plains
         region = joint_region(self._name, rows)
         self.instructions.append(Run(region, tuple(inputs), (), ticket=self._ticket()))
@@ -443,17 +474,17 @@ class _Builder:
         """The register of an operand of the chunk: waited for, or a view in place."""
         column, fetch = chunk.row.columns[index], chunk.fetches[index]
         if fetch is None:
-            return self._borrow(column, chunk.first, chunk.last)
+            return self._borrow(chunk.row, column, chunk.first, chunk.last)
         layout = Layout((chunk.last - chunk.first,), (1,), 0, column.dtype)
         register = self._register()
         self.instructions.append(Wait(fetch.ticket, fetch.slot, layout, register, column.name))
         return register
 
-    def _borrow(self, column: Column, first: int, last: int) -> Register:
+    def _borrow(self, row: Row, column: Column, first: int, last: int) -> Register:
         layout = Layout((last - first,), (1,), 0, column.dtype)
         begin, register = column.begin + first * column.dtype.itemsize, self._register()
         self.instructions.append(
-            Borrow(column.entry, begin, layout, register, column.writes, column.name)
+            Borrow(column.entry, begin, layout, register, column.writes, column.name, row.on_host)
         )
         return register
 

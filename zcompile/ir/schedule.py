@@ -303,6 +303,7 @@ class Run:
             changes_live=self.late is None,
             into=self.into,
             nodes=self.names,
+            on_host=self.region.on_host,
         )
 
 
@@ -432,7 +433,8 @@ class Borrow:
 
     For entries on a tier that compute can reach. Transfers of the same bytes are waited for.
 
-    writes  whether compute changes the bytes
+    writes   whether compute changes the bytes
+    on_host  they are for a region that the host computes, and rest in its memory
     """
 
     entry: EntryIndex
@@ -441,6 +443,7 @@ class Borrow:
     register: Register
     writes: bool
     name: str = ""
+    on_host: bool = False
 
     @cached_property
     def effects(self) -> Effects:
@@ -452,6 +455,7 @@ class Borrow:
             nbytes=nbytes,
             defines=(self.register,),
             home=HomeAccess(self.entry, self.begin, end, True, self.writes, in_place=True),
+            on_host=self.on_host,
         )
 
 
@@ -686,8 +690,8 @@ class Schedule:
 
     @cached_property
     def opening(self) -> "tuple[Borrow, ...]":
-        """The borrows that it begins with."""
-        return tuple(takewhile(lambda x: isinstance(x, Borrow), self.instructions))  # type: ignore[arg-type]
+        """The borrows that it begins with, for what the device computes."""
+        return tuple(takewhile(_is_for_device, self.instructions))  # type: ignore[arg-type]
 
     @cached_property
     def levels(self) -> tuple[LiveBytes, ...]:
@@ -753,6 +757,11 @@ class Schedule:
     def casts(self) -> tuple[tuple[EntryIndex, Cast], ...]:
         """Low-precision copies that it fetches."""
         return tuple(dict.fromkeys((f.entry, f.cast) for f in self.fetches() if f.cast))
+
+
+def _is_for_device(x: Instruction) -> bool:
+    """Whether an instruction lends the device an entry."""
+    return isinstance(x, Borrow) and not x.on_host
 
 
 @dataclass(frozen=True)

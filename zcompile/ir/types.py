@@ -296,6 +296,7 @@ class Region:
     placed  outputs that `call_into` makes in the tensors of a second list, in this order
     body    the code of `call` as an `fx.Graph`, so that it can be joined with others; else None
     parts   the regions that it was joined from, in order; their costs are what it costs
+    on_host  the host computes it, on what lies in its own memory, and the device does not
     """
 
     key: str
@@ -308,6 +309,7 @@ class Region:
     call_into: Callable[..., tuple[Any, ...]] | None = None
     body: Any = None
     parts: "tuple[Region, ...]" = ()
+    on_host: bool = False
 
 
 class LiveBytes(NamedTuple):

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zcompile.ir.effects import Effects
+from zcompile.ir.optimizer_step import ON_HOST
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.types import Region, Work
 from zcompile.ir.units import MiB
@@ -95,13 +96,18 @@ class Costs:
 
     def region_seconds(self, region: Region) -> float:
         """Seconds of compute: measured if the region has run, by others like it if those have, else
-        predicted; of a joined one, those of its parts."""
+        predicted; of a joined one, those of its parts. On the host they are the host's."""
         if region.parts:
             return sum(map(self.region_seconds, region.parts))
         if (known := self.regions.get(region.key)) is not None:
             return known
-        if (line := self.alike.get(region.like)) is not None:
+        like = region.like
+        if region.on_host and not self.ways.asynchronous and like not in self.alike:
+            like = like.removeprefix(ON_HOST)  # in the same memory, by the same cores
+        if (line := self.alike.get(like)) is not None:
             return line.fixed_s + line.s_per_byte * region.work.nbytes
+        if region.on_host and self.ways.asynchronous:
+            return region.work.nbytes / self.machine.host_update_bytes_per_s
         return predicted_seconds(region.work, self.machine.compute)
 
     def idle_seconds(self, region: Region) -> float:

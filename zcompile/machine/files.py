@@ -30,7 +30,15 @@ from zcompile.ir.units import (
     write_rate,
     write_size,
 )
-from zcompile.machine.model import Compute, Link, Machine, MachineInvalid, guess, nearest
+from zcompile.machine.model import (
+    HOST_UPDATE_BYTES_PER_S,
+    Compute,
+    Link,
+    Machine,
+    MachineInvalid,
+    guess,
+    nearest,
+)
 
 FOLDER = Path(__file__).parent
 SUFFIX = ".toml"
@@ -104,6 +112,12 @@ def read(text: str, where: str) -> Machine:
             ranks=top.get("ranks", 1),
             ranks_per_node=top.get("ranks_per_node", 1),
             note=_text(where, "note", top.get("note", "")),
+            host_update_bytes_per_s=_number(
+                where,
+                "host_update_bytes_per_s",
+                top.get("host_update_bytes_per_s", HOST_UPDATE_BYTES_PER_S),
+                parse_rate,
+            ),
         )
     except MachineInvalid as error:
         raise error.within(where) from None
@@ -124,6 +138,8 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield f"ranks_per_node = {machine.ranks_per_node}"
     if machine.note:
         yield f"note = {_quoted(machine.note)}"
+    if machine.host_update_bytes_per_s != HOST_UPDATE_BYTES_PER_S:
+        yield f"host_update_bytes_per_s = {_value(write_rate(machine.host_update_bytes_per_s))}"
     yield "\n[tiers]"
     for tier, nbytes in machine.tiers.items():
         yield f"{tier} = {_value(write_size(nbytes))}"

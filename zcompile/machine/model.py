@@ -30,6 +30,10 @@ DTYPES = (
 )
 """Torch's dtypes with a matmul rate, and the one that its matmuls may take for float32."""
 
+HOST_UPDATE_BYTES_PER_S = 100e9
+"""Where a description of a machine does not say it: an assumption, half of what eight channels of
+DDR4-3200 carry (205 GB/s), as one socket of a server has them."""
+
 MOST_BUSY = 1.5
 """Highest sum of the shares of two throttled links, of what they had, at which they count as
 independent. Two such links over half-duplex hardware, at x and y of what they had, need x + y of
@@ -132,6 +136,8 @@ class Machine:
     ranks           in all
     ranks_per_node  of them share a node, and every node has as many
     note            what a person should know of it; nothing is planned by it
+    host_update_bytes_per_s  at which the host's cores read and write, together, the operands of
+                    updates of an optimizer that they compute in its memory
 
     raises  MachineInvalid
     """
@@ -143,8 +149,10 @@ class Machine:
     ranks: int = 1
     ranks_per_node: int = 1
     note: str = ""
+    host_update_bytes_per_s: float = HOST_UPDATE_BYTES_PER_S
 
     def __post_init__(self) -> None:
+        _check_rate(self.name, "host_update_bytes_per_s", self.host_update_bytes_per_s)
         if not self.name or not self.name.isprintable():
             raise MachineInvalid(
                 "machine",
@@ -176,6 +184,7 @@ class Machine:
             self.ranks,
             self.ranks_per_node,
             self.note,
+            self.host_update_bytes_per_s,
         )
 
     def _check_tiers(self) -> None:

@@ -9,7 +9,7 @@ as the arena's window allows.
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, StepRoom, lower_step
+from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
     Departure,
     EntryIndex,
@@ -205,11 +205,17 @@ def _arranged(
         window, lead = arena.window_bytes, arena.max_lead
         return rearrange(schedule, window, lead, resident, stay, reached, held)
     still = ON_DEVICE | {"host"} if arena.reach else ON_DEVICE
-    rows = [
-        replace(row, columns=tuple(_rests(c, homes[c.entry], still) for c in row.columns))
-        for row in schedule.rows
-    ]
+    rows = [_at_rest(row, homes, still) for row in schedule.rows]
     return lower_step(schedule.name, rows, schedule.inputs, len(schedule.names), arena.step_room)
+
+
+def _at_rest(row: Row, homes: Sequence[str], still: frozenset[str]) -> Row:
+    """`row` with its operands where they rest: computed by the host, if it may be and all of them
+    are there."""
+    if row.on_host and all(homes[column.entry] == "host" for column in row.columns):
+        return row.resting_on_host()
+    columns = tuple(_rests(c, homes[c.entry], still) for c in row.columns)
+    return replace(row, columns=columns, on_host=False)
 
 
 def _rests(column: Column, home: str, still: frozenset[str]) -> Column:

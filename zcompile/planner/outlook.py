@@ -18,6 +18,7 @@ from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
+from zcompile.planner.host_step import demand_on_host, floor_on_host, reaching
 from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Room, group, lane_seconds, place
@@ -28,6 +29,7 @@ from zcompile.planner.step_plan import (
     as_planned,
     plan_late_or_not,
     plan_narrow_or_not,
+    plan_on_host_or_not,
     plan_step,
     plan_whole_or_not,
     plan_with_wholes,
@@ -57,6 +59,7 @@ class Terms:
                  it
     chunk_bytes  per operand and chunk of an optimizer's step, at most
     activations, tile_bytes, regions  as in `Config`
+    updates_on_host  whether a plan of one rank may let the host compute updates beside the device
     """
 
     machine: Machine
@@ -69,6 +72,7 @@ class Terms:
     tile_bytes: int | None = None
     regions: str = "auto"
     stage: str | int = "auto"
+    updates_on_host: bool = False
 
     def on(self, machine: Machine) -> "Terms":
         """The same terms for another machine, whose host has room for another staging ring."""
@@ -180,8 +184,12 @@ def evaluated(
     demands = [
         demand_of(way, costs.region_seconds, together=True, machine=terms.machine) for way in ways
     ]
-    bounds = [(bound(demand, terms.machine.links, room), demand) for demand in demands]
-    least, demand = min(bounds, key=lambda row: row[0].seconds)
+    found = [(demand, room) for demand in demands]
+    on_host = terms.updates_on_host and not several
+    if on_host:
+        found += [(demand_on_host(way, costs), reaching(room)) for way in read_as]
+    bounds = [(bound(demand, terms.machine.links, of), demand, of) for demand, of in found]
+    least, demand, within = min(bounds, key=lambda row: row[0].seconds)
 
     def plan(step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None) -> StepPlan:
         stay, scratch = stay_and_scratch(
@@ -198,8 +206,15 @@ def evaluated(
     kept = frozenset(step.facts if several else ())
     planned = plan_late_or_not(step, plan, kept, room, chunk_bytes, seconds)
 
+    def here_or_on_host(step: StepTrace, made: StepPlan) -> StepPlan:
+        if not on_host:
+            return made
+        return plan_on_host_or_not(step, made, plan, kept, room)
+
     def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
-        return plan(step, kept, windows)
+        return here_or_on_host(step, plan(step, kept, windows))
+
+    planned = here_or_on_host(step, planned)
 
     if narrow is not None:
         planned = plan_narrow_or_not(step, planned, not_late, reading, room)
@@ -217,13 +232,19 @@ def evaluated(
         timeline=simulate(planned.step, costs, homes),
         bound=least,
         floor=min(
-            (floor(base, d, costs, terms.machine.links, whole_room(terms)) for d in demands),
+            (
+                *(floor(base, d, costs, terms.machine.links, whole_room(terms)) for d in demands),
+                *(
+                    floor_on_host(base, d, costs, terms.machine.links, whole_room(terms))
+                    for d, _ in found[len(demands) :]
+                ),
+            ),
             key=lambda found: found.seconds,
         ),
         room=room,
         used_bytes=used,
         missing=_missing(terms, room, used, beside_bytes),
-        shadows=shadow_prices(step, terms.machine, costs, room, planned, demand, least)
+        shadows=shadow_prices(step, terms.machine, costs, room, planned, demand, least, within)
         if prices
         else (),
         compute_s=compute_s,
@@ -271,6 +292,7 @@ def room_of(terms: Terms, beside_bytes: int) -> Room:
         straight=terms.emulates,
         ring_bytes=terms.ways.ring_bytes,
         held_bytes=beside_bytes,
+        host_bytes_per_s=terms.machine.host_update_bytes_per_s if terms.ways.asynchronous else 0.0,
     )
 
 
@@ -318,6 +340,7 @@ def shadow_prices(
     planned: StepPlan,
     demand: Demand,
     least: Bound,
+    within: Room,
 ) -> tuple[Shadow, ...]:
     """Shadow prices of device and host; a disk has room, or lacks it, and saves no time.
 
@@ -327,7 +350,7 @@ def shadow_prices(
     machine  links and rates
     costs    of which `planned` has its seconds
     room     bytes of each tier for the entries of the step
-    least    bound of the step in that room
+    least    bound of the step with `demand`, in the room `within`
     """
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
@@ -341,7 +364,7 @@ def shadow_prices(
         homes = place(step, machine, replace(larger, nbytes=beside), demand.phases_s, stay).homes
         made_again = arranged(step, homes, planned.arena)
         again_s = step_seconds(made_again, costs, homes)
-        dearer = replace(room, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
+        dearer = replace(within, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds
         made.append(Shadow(tier, less_s, saved_s, more))

@@ -21,7 +21,7 @@ section 4); that a pinned set is optimal for a cyclic scan is Belady's argument.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -46,6 +46,8 @@ class Room:
     ring_bytes  of the host, in which nothing rests, may be in flight to or from the disk
     held_bytes  of the device are live in graphs; when backward ends, they may be gradients in
                 flight, or gradients that stay until the optimizer has read them
+    host_bytes_per_s  at which the host reads and writes operands of updates that it computes beside
+                compute; 0: it is the one that computes
     """
 
     nbytes: Mapping[str, int]
@@ -53,18 +55,32 @@ class Room:
     straight: bool = False
     ring_bytes: int = 0
     held_bytes: int = 0
+    host_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Group:
-    """Entries of the same size with the same uses.
+    """Entries of the same size with the same uses; or sets of entries that rest together, as the
+    operands of a row do that the host may compute.
 
+    refs   of each entry; of each set, the first
     loads  tier -> seconds on links that one of them costs there
+    sets   in the order of `refs`; empty: each is an entry by itself
     """
 
     nbytes: int
     refs: tuple[EntryRef, ...]
     loads: Mapping[str, Loads]
+    sets: tuple[tuple[EntryRef, ...], ...] = ()
+
+    def all_of(self, number: int) -> tuple[EntryRef, ...]:
+        """The entries of a set, by its number."""
+        return self.sets[number] if self.sets else self.refs[number : number + 1]
+
+    @property
+    def every(self) -> Iterator[EntryRef]:
+        """All entries."""
+        return (ref for number in range(len(self.refs)) for ref in self.all_of(number))
 
 
 def group(
@@ -89,25 +105,90 @@ def group(
                 w + use.written_bytes,
                 wn + (use.written_bytes > 0),
             )
-    alike: dict[tuple[object, ...], list[EntryRef]] = {}
-    for ref, phases in uses.items():
+    together, sets = operands_of_host_updates(step), dict[EntryRef, list[EntryRef]]()
+    for ref in uses:
         fact = step.facts.get(ref)
         if fact is not None and fact.kind in PLACED:
-            alike.setdefault(
-                (fact.nbytes, fact.kind, *sorted((p.value, u) for p, u in phases.items())), []
-            ).append(ref)
-    return [
-        Group(
-            step.facts[refs[0]].nbytes,
-            tuple(refs),
-            {
-                tier: _loads(step.facts[refs[0]], uses[refs[0]], tier, machine.links, room)
-                for tier in TIERS
-                if tier in room.nbytes
-            },
-        )
-        for refs in alike.values()
-    ]
+            sets.setdefault(together.get(ref, ref), []).append(ref)
+    alike: dict[object, list[tuple[EntryRef, ...]]] = {}
+    for refs in sets.values():
+        kinds = [(step.facts[ref].nbytes, step.facts[ref].kind) for ref in refs]
+        used = [sorted((p.value, u) for p, u in uses[ref].items()) for ref in refs]
+        key = tuple((*kind, *phases) for kind, phases in zip(kinds, used, strict=True))
+        alike.setdefault(key, []).append(tuple(refs))
+    return [_group(found, step, uses, together, machine, room) for found in alike.values()]
+
+
+Uses = Mapping[EntryRef, Mapping[Phase, tuple[int, int, int, int]]]
+"""Of each entry and phase: bytes that are read, how often, bytes that are written, how often."""
+
+
+def _group(
+    sets: Sequence[tuple[EntryRef, ...]],
+    step: StepTrace,
+    uses: Uses,
+    together: Mapping[EntryRef, EntryRef],
+    machine: Machine,
+    room: Room,
+) -> Group:
+    """The group of sets that are alike, of one entry each, or of operands that rest `together`."""
+    first = sets[0]
+    on_host = first[0] in together
+    loads = {
+        tier: _sum_of_loads(first, step, uses, tier, on_host, machine.links, room)
+        for tier in TIERS
+        if tier in room.nbytes
+    }
+    refs = tuple(of[0] for of in sets)
+    if not on_host:
+        return Group(step.facts[first[0]].nbytes, refs, loads)
+    nbytes = sum(aligned(step.facts[ref].nbytes) for ref in first)
+    return Group(nbytes, refs, loads, tuple(sets))
+
+
+def _sum_of_loads(
+    refs: Sequence[EntryRef],
+    step: StepTrace,
+    uses: Uses,
+    tier: str,
+    on_host: bool,
+    links: Mapping[str, Link],
+    room: Room,
+) -> Loads:
+    """The loads of entries that rest together on `tier`; of operands of a row that the host
+    computes there, if they are that."""
+    if len(refs) == 1 and not on_host:
+        return _loads(step.facts[refs[0]], uses[refs[0]], tier, links, room)
+    sums: dict[tuple[Phase, str], float] = {}
+    reached = replace(room, reach=True) if on_host else room
+    updated = 0
+    for ref in refs:
+        for at, seconds in _loads(step.facts[ref], uses[ref], tier, links, reached).items():
+            sums[at] = sums.get(at, 0.0) + seconds
+        read, _, written, _ = uses[ref].get(Phase.STEP, (0, 0, 0, 0))
+        updated += read + written
+    if on_host and tier == "host" and room.host_bytes_per_s:
+        sums[Phase.STEP, HOST] = updated / room.host_bytes_per_s
+    return sums
+
+
+HOST = "host"
+"""The lane of what the host computes beside compute."""
+
+
+def operands_of_host_updates(step: StepTrace) -> Mapping[EntryRef, EntryRef]:
+    """Each operand of a row that the host may compute -> the first operand of that row."""
+    found: dict[EntryRef, EntryRef] = {}
+    for call in step.calls:
+        for row in call.schedule.rows:
+            if row.on_host:
+                refs = [call.entries[column.entry] for column in row.columns]
+                found |= dict.fromkeys(refs, refs[0])
+    return found
+
+
+def _lane_of(link: str, links: Mapping[str, Link]) -> str:
+    return HOST if link == HOST else links[link].lane
 
 
 def _loads(
@@ -150,7 +231,7 @@ def lane_seconds(
                 busy[at] = busy.get(at, 0.0) + n * seconds
     lanes: dict[Phase, dict[str, float]] = {}
     for (phase, link), seconds in busy.items():
-        of, lane = lanes.setdefault(phase, {}), links[link].lane
+        of, lane = lanes.setdefault(phase, {}), _lane_of(link, links)
         of[lane] = of.get(lane, 0.0) + seconds
     return lanes
 
@@ -269,7 +350,7 @@ def _lanes_fit(
     Of writes to the disk L_p seconds are not of the step that wrote it, and count in p.
     """
     for phase in phases:
-        for lane in dict.fromkeys(link.lane for link in links.values()):
+        for lane in (*dict.fromkeys(link.lane for link in links.values()), HOST):
             busy = [
                 ((n, tier), seconds)
                 for n, g in enumerate(groups)
@@ -291,7 +372,9 @@ def _on_lane(
 ) -> float:
     """Seconds of a lane in a phase."""
     return sum(
-        seconds for (p, link), seconds in loads.items() if p is phase and links[link].lane == lane
+        seconds
+        for (p, link), seconds in loads.items()
+        if p is phase and _lane_of(link, links) == lane
     )
 
 
@@ -351,7 +434,7 @@ def place(
     best = fractions(groups, room.nbytes, compute_seconds, machine.links, late) if groups else None
     counts = [{} for _ in groups] if best is None else best.counts
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))
-    homes |= {ref: "device" for g in small for ref in g.refs}
+    homes |= {ref: "device" for g in small for ref in g.every}
     homes |= dict.fromkeys(stay, HELD)
     seconds, binding = evaluate((*small, *groups), homes, compute_seconds, machine.links)
     least = best.seconds if best is not None else seconds
@@ -419,10 +502,10 @@ def _homes(groups: Sequence[Group], counts: Sequence[Mapping[str, int]]) -> dict
     for g, count in zip(groups, counts, strict=True):
         owed = dict.fromkeys(count, 0.0)
         given = dict.fromkeys(count, 0)
-        for ref in g.refs:
+        for number in range(len(g.refs)):
             for tier in owed:
                 owed[tier] += count[tier] / len(g.refs)
             tier = max(owed, key=lambda t: (given[t] < count[t], owed[t] - given[t]))
-            homes[ref] = tier
+            homes |= dict.fromkeys(g.all_of(number), tier)
             given[tier] += 1
     return homes

@@ -121,6 +121,7 @@ class Report:
     scratch_bytes      outside it, for the optimizer's step, while no graph needs them
     staying_bytes      of gradients that stay there from backward to that step
     late_parameters    number of parameters that are updated in the next forward
+    host_parameters    number of parameters that the host updates, where they rest
     whole_parameters   of which all rests on the device of every rank, not only a share
     one_call_seconds   of the step, if its micro-batches came as one call that runs in slices; None:
                        there is one
@@ -159,6 +160,7 @@ class Report:
     scratch_bytes: int
     staying_bytes: int
     late_parameters: int
+    host_parameters: int
     whole_parameters: int
     one_call_seconds: float | None
 
@@ -205,6 +207,7 @@ class Report:
             scratch_bytes=found.plan.scratch_bytes,
             staying_bytes=found.plan.staying_bytes,
             late_parameters=len(found.plan.late),
+            host_parameters=len(found.plan.on_host),
             whole_parameters=len(found.plan.wholes),
             one_call_seconds=found.one_call_s,
         )
@@ -348,6 +351,11 @@ def _memory(report: Report) -> Iterator[str]:
         yield (
             f"{report.late_parameters} parameters are updated in the forward behind the "
             "optimizer's step, which fetches them anyway"
+        )
+    if report.host_parameters:
+        yield (
+            f"{report.host_parameters} parameters are updated by the host, where they rest with "
+            "gradients and states"
         )
     if report.whole_parameters:
         yield (

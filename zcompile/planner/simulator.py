@@ -342,6 +342,8 @@ class SimulatedSteps:
             self._await_home(x.home)
         if region is not None:
             after, since = [self._done[ticket] for ticket in x.after], self._host
+            if self._asynchronous and x.on_host:
+                return self._work_of_host(self._costs.region_seconds(region))
             if self._asynchronous:
                 self._until_enqueued(after)
             task = self._work(self._costs.region_seconds(region), *after)._replace(issued_s=since)
@@ -397,6 +399,14 @@ class SimulatedSteps:
         if not self._asynchronous:
             self._host = self._traffic.until(task, "over_s")
         return ComputeTask(before, issued, task)
+
+    def _work_of_host(self, seconds: float) -> ComputeTask:
+        """Let the host compute for so many seconds, beside compute, and go on afterwards."""
+        task, issued = SimTransfer(0, seconds=seconds), self._host
+        self._traffic.advance(self._host)
+        self._traffic.start(task, self._host, ())
+        self._host = self._traffic.until(task, "over_s")
+        return ComputeTask(self._compute, issued, task)
 
     def _await_home(self, home: HomeAccess) -> None:
         """Let the host wait until no transfer uses bytes of an entry that compute is to use.

@@ -10,6 +10,7 @@ taken. Pure.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from zcompile.errors import KEEP_LESS, BudgetExceeded, more_device_memory
@@ -22,9 +23,10 @@ from zcompile.ir.units import KiB
 from zcompile.machine.model import TIER_LINKS, Machine
 from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
 from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
+from zcompile.planner.host_step import updated_on_host, with_host_updates
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
-from zcompile.planner.placement import Placement, Room, place
+from zcompile.planner.placement import Placement, Room, operands_of_host_updates, place
 from zcompile.planner.whole_step import NO_WHOLES, gathered_in, sets_to_try, with_wholes
 
 LEADS = (1, 2, 4, 8, 16)
@@ -81,6 +83,7 @@ class StepPlan:
     late       parameter whose update is late -> serial of the recorded forward that computes it
     reads      serial of a recorded schedule -> the one that reads low-precision copies in its place
     wholes     parameters of which all rests on the device, and not only the share of this rank
+    on_host    parameters that the host updates, where they rest
     """
 
     placement: Placement
@@ -90,6 +93,7 @@ class StepPlan:
     late: Mapping[EntryRef, int] = field(default_factory=lambda: NOTHING_LATE)
     reads: Mapping[int, Schedule] = field(default_factory=lambda: NOTHING_NARROW)
     wholes: frozenset[EntryRef] = NO_WHOLES
+    on_host: frozenset[EntryRef] = frozenset()
 
     @property
     def copies(self) -> list[EntryRef]:
@@ -264,7 +268,7 @@ def plan_late_or_not(
         # Gradients that stay are counted until the first call of a step only.
         kept |= {ref.gradient for ref in all_late.forwards}
     tried = [plan]
-    windows = _late_windows(all_late.step, plan, room.nbytes["device"])
+    windows = _windows_beside(all_late.step, plan, room.nbytes["device"])
     windows = [window for window in windows if window >= least_window]
     with suppress(BudgetExceeded):
         if windows:
@@ -282,13 +286,59 @@ def plan_late_or_not(
             found = _planned(late.step, other.placement, other.arena, seconds)
             made.append(replace(found, late=late.forwards))
 
-    def takes_s(plan: StepPlan) -> float:
-        if commit_bytes_per_s is None:
-            return plan.seconds
-        return plan.seconds + _committed_beside(plan, step) / commit_bytes_per_s
-
+    takes_s = partial(_takes_s, step, commit_bytes_per_s)
     best = min(made, key=takes_s, default=plan)
     return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
+
+
+def _takes_s(step: StepTrace, commit_bytes_per_s: float | None, plan: StepPlan) -> float:
+    """Seconds of a step of a plan, with the commit behind it, if there is one."""
+    if commit_bytes_per_s is None:
+        return plan.seconds
+    return plan.seconds + _committed_beside(plan, step) / commit_bytes_per_s
+
+
+HOST_PAYS = 1.01
+"""A plan in which the host computes updates must be so many times as fast."""
+
+
+def plan_on_host_or_not(
+    step: StepTrace,
+    plan: StepPlan,
+    planned: Planned,
+    kept: frozenset[EntryRef],
+    room: Room,
+    least_window: int = 0,
+    commit_bytes_per_s: float | None = None,
+) -> StepPlan:
+    """`plan`, or a faster one in which the host computes updates of parameters that rest there with
+    gradients and states; no update is late in that.
+
+    planned  makes a plan
+    kept     gradients that are not gone when the next forward begins
+    room     bytes of each tier for the entries of this step, the whole arena among them
+    least_window, commit_bytes_per_s  as of `plan_late_or_not`
+    """
+    takes_s = partial(_takes_s, step, commit_bytes_per_s)
+    if room.reach or not (_moves_in_steps(plan) or plan.late):
+        return plan
+    marked = with_host_updates(step)
+    if marked is None:
+        return plan
+    homed = {ref for ref in operands_of_host_updates(marked) if ref.is_gradient}
+    # Other entries rest on the device than in `plan`: perhaps none that a forward reads.
+    whole, nothing = room.nbytes["device"], dict[EntryRef, str]()
+    beside = {min(_needed(step, nothing, lead), whole) for lead in LATE_LEADS}
+    windows = sorted({*_windows_beside(step, plan, whole), *beside})
+    windows = [window for window in windows if window >= least_window]
+    if not windows:
+        return plan
+    with suppress(BudgetExceeded):
+        found = planned(marked, kept | homed, windows)
+        on_host = updated_on_host(marked, found.placement.homes)
+        if on_host and takes_s(found) * HOST_PAYS < takes_s(plan):
+            return replace(found, on_host=on_host)
+    return plan
 
 
 def _committed_beside(plan: StepPlan, step: StepTrace) -> int:
@@ -306,8 +356,8 @@ def _committed_beside(plan: StepPlan, step: StepTrace) -> int:
     return sum(fact.nbytes for fact in facts if homes.get(fact.ref, fact.home) != "disk")
 
 
-def _late_windows(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
-    """Windows to try for a step with late updates, of which `plan` is without."""
+def _windows_beside(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
+    """Windows to try for a step whose updates are computed elsewhere than in `plan`."""
     homes = plan.placement.homes
     found = {_needed(step, homes, lead) for lead in LATE_LEADS}
     found |= {plan.arena.window_bytes, whole // LATE_PART}
@@ -400,9 +450,11 @@ def as_read(step: StepTrace, plan: StepPlan) -> StepTrace:
 
 
 def as_planned(step: StepTrace, plan: StepPlan) -> StepTrace:
-    """A step as it was recorded, with the copies of the plan, and with those of its updates late
-    that are so in it."""
+    """A step as it was recorded, with the copies of the plan, and with those of its updates late,
+    or on the host, that are so in it."""
     step = as_read(step, plan)
+    if plan.on_host and (marked := with_host_updates(step, plan.on_host)) is not None:
+        return marked
     late = with_late_step(step, plan.arena.chunk_bytes, plan.late) if plan.late else None
     return step if late is None else late.step
 
@@ -482,7 +534,9 @@ def at_rest(
     for made, late in ((as_planned(step, plan), plan.late), (step, NOTHING_LATE)):
         with suppress(BudgetExceeded):
             made_plan = _planned(made, placement, shared, seconds)
-            return replace(made_plan, late=late, reads=plan.reads, wholes=plan.wholes)
+            on_host = updated_on_host(made, placement.homes)
+            same = replace(made_plan, late=late, reads=plan.reads, wholes=plan.wholes)
+            return replace(same, on_host=on_host)
     return plan  # the first call that needs more of the arena than is left will get it
 
 

@@ -50,6 +50,7 @@ from zcompile.memory.step_footprint import device_peak, held_peak, most_inherite
 from zcompile.runtime.foresight import Call, Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
+from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
@@ -511,6 +512,7 @@ class _Call:
         self.widened: set[EntryIndex] | None = None
         """Entries whose gradients, narrow as they are made, are exchanged in their own dtype, since
         a rank has hooks of them; None: that was not looked at yet."""
+        self.host = HostWalk(executor.store, entries, executor.late)
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -589,6 +591,9 @@ class _Call:
                 self.foresight.passed(index)
 
     def _borrow(self, borrow: Borrow) -> None:
+        if borrow.on_host:
+            self.host.lend(borrow)
+            return
         found = self.views.view(borrow)
         self.values[borrow.register] = self.in_place[id(found)] = found
 
@@ -602,6 +607,9 @@ class _Call:
             self._update(run)
             return
         self.held.rises()
+        if run.region.on_host:
+            self.host.compute(run, self.values)
+            return
         targets = self.gradients.on_device.targets(run.into, self.leaves)
         compute(run, self.values, targets)
         self.held.ran(run, self.values, bool(targets))

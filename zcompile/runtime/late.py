@@ -384,7 +384,7 @@ class LateUpdates:
             if len(weight.copies) != sum(column.blank for column in row.columns):
                 continue  # copies that the row does not write along
             ref = weight.ref
-            if ref in self.wanted and all(_is_number(inputs[plain]) for plain in row.plains):
+            if ref in self.wanted and all(is_number(inputs[plain]) for plain in row.plains):
                 found[n] = self.wanted[ref]
         return found
 
@@ -639,7 +639,7 @@ _ONE_REFERENCE = _references_to_value({0: object()}, 0)
 """As many as Python counts of an object that a mapping alone holds."""
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """Whether a plain operand is one number, or no tensor at all."""
     return not isinstance(value, Tensor) or (type(value) is torch.Tensor and value.numel() == 1)
 
@@ -653,6 +653,8 @@ def _wait_no_more(group: WaitingRows, rows: Sequence[int]) -> None:
 def _as_it_rests(row: Row, entries: Sequence[Entry]) -> Row:
     """A row with its operands where they rest now."""
     columns = []
+    if row.on_host:
+        return row
     for column in row.columns:
         entry = entries[column.entry]
         resident = entry.on_device or (

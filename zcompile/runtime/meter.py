@@ -14,7 +14,7 @@ from zcompile.config import LINKS
 from zcompile.ir.step import Passage
 
 SECONDS = ("compute", "stall", "optimizer")
-TOTALS = ("steps", "gathers")
+TOTALS = ("steps", "gathers", "updates_on_host")
 """Counts of events; a reset zeroes them."""
 STRUCTURE = ("graphs", "regions", "distinct_regions")
 """Counts of what was compiled; they stay true, so a reset leaves them."""

@@ -91,14 +91,19 @@ def probed(device: torch.device, disks: Sequence[Path], again: bool = False) -> 
 
 def probe(device: torch.device, disks: Sequence[Path]) -> Machine:
     """Measure now. raises  DiskUnusable"""
-    with working("measuring this machine, once", total=3 if disks else 2) as work:
+    beside = device.type != "cpu"
+    with working("measuring this machine, once", total=2 + bool(disks) + beside) as work:
         work.begin("copies to and from the device")
         links = copy_links(device)
         if disks:
             work.add(step="the disk")
             links |= disk_links(disks)
         work.add(step="compute")
-        return Machine(NAME, {}, links, compute_of(device))
+        made = Machine(NAME, {}, links, compute_of(device))
+        if not beside:  # the host is the device: its updates are timed as they run
+            return made
+        work.add(step="updates on the host")
+        return replace(made, host_update_bytes_per_s=host_update_rate())
 
 
 def _pacing_s(device: torch.device) -> float:
@@ -128,6 +133,7 @@ def facts(device: torch.device, disks: Sequence[Path]) -> dict[str, str]:
     if device.type == "cuda":
         told["device"] = f"cuda: {torch.cuda.get_device_name(device)}"
         told["float32"] = torch.get_float32_matmul_precision()
+        told["host"] = "updates too"
     return told
 
 
@@ -551,6 +557,21 @@ def compute_of(device: torch.device) -> Compute:
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else the allocator would keep it from arenas
     return compute
+
+
+HOST_UPDATE_BYTES = 64 * MiB
+"""Per operand: more than the caches of a server's socket hold of four."""
+
+
+@torch.no_grad()
+def host_update_rate() -> float:
+    """Measure at how many bytes per second the host's cores read and write the operands of a step
+    of AdamW in its memory."""
+    param = torch.nn.Parameter(torch.full((HOST_UPDATE_BYTES // 4,), 0.5))
+    param.grad = torch.full_like(param, 0.5)
+    update = torch.optim.AdamW([param], fused=True).step
+    passes = 7  # the gradient is read, all others are read and written
+    return rounded(passes * HOST_UPDATE_BYTES / _best_seconds(update, torch.device("cpu")))
 
 
 def _matmul(device: torch.device, dtype: torch.dtype) -> float:

@@ -507,7 +507,7 @@ class Clocks:
         for index, x in enumerate(schedule.effects):
             seconds = ends[index] - begins[index]
             if x.region is not None:
-                if self._stamp is None:
+                if self._stamp is None or x.on_host:
                     self._ran(x.region, seconds, cold)
                     if index in idle:
                         self._idle_regions.share(x.region, seconds, cold)
@@ -620,15 +620,16 @@ class DeviceTimer(HostTimer):
         self._open: Stamp | None = None
 
     def begins(self, index: int) -> None:
-        if self.schedule.effects[index].region is not None:
+        x = self.schedule.effects[index]
+        if x.region is not None and not x.on_host:
             self._open = self._stamp()
         super().begins(index)
 
     def ends(self, index: int) -> None:
         super().ends(index)
-        region = self.schedule.effects[index].region
-        if region is not None and self._open is not None:
-            self._stamps.append((region, self._open, self._stamp()))
+        x = self.schedule.effects[index]
+        if x.region is not None and not x.on_host and self._open is not None:
+            self._stamps.append((x.region, self._open, self._stamp()))
 
     def over(self) -> None:
         super().over()

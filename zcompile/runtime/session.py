@@ -38,6 +38,7 @@ from zcompile.runtime import executor
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.executor import Executor, StepPolicy
 from zcompile.runtime.gradients.gradients import Gradients, Wrap
+from zcompile.runtime.host_updates import HostUpdates
 from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.live_memory import InFlightGradients, LiveMemory, LiveStorages, PendingReads
 from zcompile.runtime.norms import Norms
@@ -358,6 +359,7 @@ class Session(Store):
         self.in_flight = InFlightGradients(self.live_memory)
         self.controller = others.controller(self)
         self.late = LateUpdates(self)
+        self.host_updates = HostUpdates()
         self.executor = others.executor(
             self,
             self.gradients,
@@ -482,6 +484,7 @@ class Session(Store):
         """Walk a part of the call `of` of an optimizer, which is recorded in its place; None:
         nothing is."""
         self.executor.run(schedule, inputs, entries, of)
+        self.meter.count("updates_on_host", sum(row.on_host for row in schedule.rows))
 
     def note_call(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Record a call of an optimizer of which nothing is walked yet."""

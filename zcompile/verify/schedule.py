@@ -22,6 +22,8 @@ What the runtime promises beyond the list:
     collectives of one kind are carried out one after the other, in the order of their submission
     transfers of the same bytes of an entry take effect at home in the order of their submission,
     and a borrow waits for those before it
+    what the host computes is over before the next instruction is walked; it has plain values of the
+    call in its own memory
 
 That the memory of a gradient that stays is its own is read off its level (`memory/footprint.py`);
 the runtime checks its bytes and strides once more before it keeps it.
@@ -167,6 +169,8 @@ class Walk:
         self.bound: dict[Register, SlotUse] = {}
         self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
+        self.lent_to_host: set[Register] = set()
+        """Of those that are borrowed, those for what the host computes."""
         self._leaving: dict[EntryIndex, _Tiles] = {}
         self.parts: dict[Register, tuple[Effects, Transfer]] = {}
         """What an exchange makes of a gradient, until that goes home."""
@@ -228,6 +232,7 @@ class Walk:
         self.bound.pop(register, None)
         self.borrowed.pop(register, None)
         self.written_in_place.pop(register, None)
+        self.lent_to_host.discard(register)
 
     def define(self, register: Register, moment: int) -> None:
         """Give a register a new value, made at `moment`."""
@@ -309,6 +314,8 @@ class Proof:
         x, span = walk.schedule.effects[index], walk.spans[index]
         if x.reads:
             self._read_registers(walk, x)
+        if x.region is not None:
+            _in_reach(walk, x)
         act = self._act(walk, x)
         if x.lane is FABRIC:
             act = _collective(walk, x, act)
@@ -558,6 +565,8 @@ class Proof:
             raise walk.fail(f"{x.name!r} is computed with where it rests, and moved as well")
         for register in x.defines:
             walk.borrowed[register] = span
+            if x.on_host:
+                walk.lent_to_host.add(register)
             if x.writes_home:
                 walk.written_in_place[register] = span
         if x.writes_home and not x.defines:
@@ -591,6 +600,20 @@ class Proof:
                 walk.tile_leaves(x.home, x.name)
             if x.stays:
                 _stays(walk, x, x.home)
+
+
+def _in_reach(walk: Walk, x: Effects) -> None:
+    """Check that the host computes with what it was lent in its own memory, and with values that
+    the call was given, and the device with nothing that the host was lent."""
+    for register in x.reads:
+        if x.on_host:
+            given = register < walk.schedule.inputs and register not in walk.borrowed
+            if register not in walk.lent_to_host and not given:
+                raise walk.fail(f"the host computes with register {register}, which it is not lent")
+        elif register in walk.lent_to_host:
+            raise walk.fail(f"the device computes with register {register}, which the host is lent")
+    if x.on_host and (x.defines or x.ticket is not None or x.into):
+        raise walk.fail("what the host computes is an update in place, which nothing waits for")
 
 
 def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:

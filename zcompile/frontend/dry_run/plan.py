@@ -210,6 +210,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         None if config.tile_bytes is None else int(config.tile_bytes),
         config.regions,
         config.stage,
+        updates_on_host=config.updates_on_host("cuda" if ways.asynchronous else "cpu")
+        and not emulates,
     )
     return terms.on(found)
 

@@ -45,9 +45,10 @@ from zcompile.runtime.eager.rows import (
 from zcompile.runtime.eager.streaming import (
     StreamedCall,
     Widened,
+    changed,
+    lent_for_reading,
     range_of,
     signature_of,
-    widened,
 )
 from zcompile.runtime.late import Broken
 from zcompile.runtime.live_memory import LiveStorages
@@ -651,10 +652,10 @@ class _JoinedCall(StreamedCall):
         wide = self._widened(columns)
         narrowed = self._narrow(columns, numel)
         copies = len(narrowed.pairs)
-        compute = JoinedChunk(tuple(ops), len(columns), changes, tuple(held), narrowed, wide)
-        shapes = tuple(replace(c, entry=type(c.entry)(0), name="") for c in columns)
-        self.signature.append((compute, numel, shapes, tuple(kinds)))
-        return Row(numel, tuple(columns), tuple(plains), compute, copies)
+        on_host = self._is_for_host(columns, plains)
+        lent = lent_for_reading(columns) if on_host else ()
+        compute = JoinedChunk(tuple(ops), len(columns), changes, tuple(held), narrowed, wide, lent)
+        return self._row(numel, columns, plains, compute, copies, kinds, on_host)
 
 
 @dataclass(frozen=True)
@@ -695,6 +696,7 @@ class JoinedChunk:
     held      (result, plain operand that it is written to)
     narrowed  casts to make afterwards
     widened   columns that are narrower than they are computed with, and the dtypes of that
+    lent      columns that are read where they rest: changes are made in a copy of the chunk
     """
 
     ops: tuple[JoinedOp, ...]
@@ -703,11 +705,10 @@ class JoinedChunk:
     held: tuple[tuple[int, int], ...]
     narrowed: CopyCasts = NO_CASTS
     widened: Widened = ()
+    lent: tuple[int, ...] = ()
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
-        values = widened(values, self.widened)
-        for column, plain, change in self.changes:
-            change.apply(values[column], values[self.columns + plain])
+        values = changed(values, self.columns, self.widened, self.changes, self.lent)
         results: dict[int, Tensor] = {}
 
         def operand(place: tuple[str, int]) -> Any:

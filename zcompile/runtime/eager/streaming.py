@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.optimizer_step import Column, Row, lower_step
+from zcompile.ir.optimizer_step import ChunkFunction, Column, Row, lower_step
 from zcompile.ir.partition import Partition
 from zcompile.ir.schedule import EntryIndex, Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, trees
@@ -146,14 +146,51 @@ class StreamedCall:
         wide = self._widened(columns)
         narrowed = self._narrow(columns, numel)
         joins = can_run_as_lists(app) and target is None and not wide
-        shapes = [replace(column, entry=EntryIndex(0), name="") for column in columns]
-        func = computes(app, session_of(self.entries[0]).config.steps_by_kernels)
+        on_host = self._is_for_host(columns, plains)
+        kernels = session_of(self.entries[0]).config.steps_by_kernels and not on_host
+        func = computes(app, kernels)
+        lent = lent_for_reading(columns) if on_host else ()
         compute = Chunked(
-            func, spec, places, len(columns), target is not None, changes, narrowed, joins, wide
+            func,
+            spec,
+            places,
+            len(columns),
+            target is not None,
+            changes,
+            narrowed,
+            joins,
+            wide,
+            lent,
         )
-        how = func, spec, places, target is None, changes, narrowed, joins, wide
-        self.signature.append((how, numel, tuple(shapes), tuple(kinds)))
-        return Row(numel, tuple(columns), tuple(plains), compute, len(narrowed.pairs))
+        return self._row(numel, columns, plains, compute, len(narrowed.pairs), kinds, on_host)
+
+    def _row(
+        self,
+        numel: int,
+        columns: Sequence[Column],
+        plains: Sequence[Register],
+        compute: ChunkFunction,
+        copies: int,
+        kinds: Sequence[object],
+        on_host: bool,
+    ) -> Row:
+        """The row, whose schedule depends on what is added to the signature."""
+        row = Row(numel, tuple(columns), tuple(plains), compute, copies)
+        if on_host:
+            row = row.resting_on_host()
+        shapes = tuple(replace(column, entry=EntryIndex(0), name="") for column in row.columns)
+        self.signature.append((compute, numel, shapes, tuple(kinds), on_host))
+        return row
+
+    def _is_for_host(self, columns: Sequence[Column], plains: Sequence[Register]) -> bool:
+        """Whether the plan lets the host compute a row with these operands, and all of them rest
+        there."""
+        updates = session_of(self.entries[0]).host_updates
+        if not updates.wanted:
+            return False
+        row = Row(0, tuple(columns), tuple(plains), _never)
+        entries = [self.entries[column.entry] for column in columns]
+        return updates.computes(row, entries, [self.inputs[plain] for plain in plains])
 
     def _partition_of(self, leaves: Sequence[Any]) -> Partition | None:
         """How all tiered operands of a row are divided over ranks; None, if they are not."""
@@ -301,6 +338,40 @@ def widened(values: Sequence[Any], columns: Widened) -> Sequence[Any]:
     return found
 
 
+Changes = tuple[tuple[int, int, Deferred], ...]
+"""Deferred changes of operands: (column, which plain is the change's operand, change)."""
+
+
+def changed(
+    values: Sequence[Any], columns: int, wide: Widened, changes: Changes, lent: Sequence[int]
+) -> Sequence[Any]:
+    """The values of a chunk as its row is to read them, widened and with deferred changes made.
+
+    columns  how many of the values are tiered operands; plain ones follow
+    lent     columns that are read where they rest, so that changes are made in a copy
+    """
+    values = widened(values, wide)
+    if not changes:
+        return values
+    made = {column for column, _ in wide}
+    copied = [*values]
+    for column in {column for column, _, _ in changes}:
+        if column in lent and column not in made:
+            copied[column] = copied[column].clone()
+    for column, plain, change in changes:
+        change.apply(copied[column], copied[columns + plain])
+    return copied
+
+
+def lent_for_reading(columns: Sequence[Column]) -> tuple[int, ...]:
+    """Which operands are read, and not written."""
+    return tuple(n for n, column in enumerate(columns) if not column.writes)
+
+
+def _never(first: int, last: int, values: Sequence[Any]) -> None:
+    raise AssertionError("a row that is only looked at is not computed")
+
+
 @dataclass(frozen=True)
 class Chunked:
     """Applies an op to a range of elements: columns are chunks already, plain tensors are cut.
@@ -310,6 +381,7 @@ class Chunked:
     narrowed  casts to make afterwards
     widened   columns that are narrower than they are computed with, and the dtypes of that
     in_lists  rows that differ in their operands only are computed in one call
+    lent      columns that are read where they rest: changes are made in a copy of the chunk
     """
 
     func: Callable[..., Any]
@@ -317,10 +389,11 @@ class Chunked:
     places: tuple[int, ...]
     columns: int
     to_target: bool
-    changes: tuple[tuple[int, int, Deferred], ...]
+    changes: Changes
     narrowed: CopyCasts
     in_lists: bool
     widened: Widened = ()
+    lent: tuple[int, ...] = ()
 
     def joins(self, other: object) -> bool:
         """Whether rows with these two computations may be computed in one call."""
@@ -357,9 +430,7 @@ class Chunked:
         )
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
-        values = widened(values, self.widened)
-        for column, plain, change in self.changes:
-            change.apply(values[column], values[self.columns + plain])
+        values = changed(values, self.columns, self.widened, self.changes, self.lent)
         leaves = []
         for place in self.places:
             if place >= 0:
@@ -534,7 +605,8 @@ def list_call(
             if entry.deferred or entry.copies or entry.narrow is not None:
                 return None
             in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
-            known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place))
+            on_host = session_of(entry).host_updates.reaches(entry)
+            known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place, on_host))
         elif isinstance(leaf, Tensor):
             known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
         else:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
 from zcompile.runtime.device.arena import Arena
-from zcompile.runtime.device.pages import check_memory
+from zcompile.runtime.device.pages import check_memory, copy_bytes
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.open import (
     Opening,
@@ -356,6 +357,25 @@ class Entry:
         self.store.take_gradient(self, grad, offset)
 
 
+@dataclass(frozen=True)
+class Lent:
+    """Bytes of an entry that the host computes with.
+
+    memory  uint8 [n]: where they rest; where they rest in several pieces of memory, a copy of them
+    parts   those pieces
+    """
+
+    memory: Tensor
+    parts: tuple[Tensor, ...]
+
+    def give_back(self) -> None:
+        """Let the entry have what was written."""
+        if len(self.parts) > 1:
+            sizes = [part.numel() for part in self.parts]
+            for part, made in zip(self.parts, self.memory.split(sizes), strict=True):
+                copy_bytes(part, made, part.numel())
+
+
 @contextmanager
 def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
     """Within, entries are what their bytes are: of those that rest narrow, narrow ones."""
@@ -630,6 +650,20 @@ class Store:
         if tier.on_device or not (tier.in_memory and self.reaches_host):
             return tier.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, place.nbytes)) == 1
+
+    def lend(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> "Lent":
+        """Bytes of an entry on the host, for the host's own compute; waits for transfers on them.
+
+        raises  ValueUnset, and what an earlier transfer of this entry failed with
+        """
+        tier, extent = entry.place.tier, entry.place.extent
+        sizes = [part.numel() for _, part in tier.pieces(extent, begin, begin + nbytes)]
+        starts = accumulate(sizes, initial=begin)
+        parts = tuple(
+            self.view_in_place(entry, at, size, writes)
+            for at, size in zip(starts, sizes, strict=False)
+        )
+        return Lent(parts[0] if len(parts) == 1 else torch.cat(parts), parts)
 
     @uninterrupted
     def view_in_place(

@@ -1,0 +1,255 @@
+"""Updates that the host computes where they rest: nobody can tell but by what moves.
+
+Plans that are forced to have them train beside plain PyTorch, whose bits they are.
+"""
+
+import gc
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from host_runs import Pair, let_host_update_all, streaming, trained_pair
+from lagging import lagging
+from planned_runs import PLANNED, ids, loss_of, offloaded
+
+import zcompile
+from zcompile.errors import UpdateBroken
+from zcompile.ir.schedule import Run
+from zcompile.ir.units import KiB
+from zcompile.runtime.executor import _Call
+from zcompile.runtime.host_updates import HostWalk
+from zcompile.runtime.tiers import host as host_tier
+
+
+@pytest.fixture(autouse=True)
+def forced(monkeypatch):
+    let_host_update_all(monkeypatch)
+
+
+adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
+OPTIMIZERS = {
+    "AdamW, fused": adamw,
+    "AdamW, as lists of ops": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "Adam, fused, amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True, fused=True),
+    "Adam, op by op, with decay": partial(
+        torch.optim.Adam, lr=1e-2, foreach=False, weight_decay=0.1
+    ),
+    "SGD with momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9, fused=True),
+    "Nesterov, which writes gradients": partial(
+        torch.optim.SGD, lr=1e-2, momentum=0.9, nesterov=True, foreach=True
+    ),
+    "a learning rate that is a tensor": lambda params: torch.optim.AdamW(
+        params, lr=torch.tensor(1e-2), fused=True
+    ),
+    "groups": lambda params: torch.optim.AdamW(
+        [{"params": params[:4], "lr": 1e-3}, {"params": params[4:], "weight_decay": 0.0}],
+        lr=1e-2,
+        fused=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bits_are_eagers(name):
+    with trained_pair(OPTIMIZERS[name]) as pair:
+        before = pair.on_host
+        pair.step(2)
+        assert pair.on_host > before
+        assert pair.equal()
+
+
+def test_without_clipping_and_under_a_schedule_of_rates():
+    with trained_pair(adamw) as pair:
+        rates = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in pair.optimizers]
+        for _ in range(2):
+            pair.step(clip=False)
+            for rate in rates:
+                rate.step()
+        assert pair.equal()
+
+
+def test_a_scaled_gradient_is_read_and_scaled_no_further():
+    """A gradient that is clipped and outlives the step is scaled once, as in eager."""
+    with trained_pair(adamw) as pair:
+        for (model, forward), optimizer in zip(
+            ((pair.plain, pair.plain), (pair.model, pair.compiled)), pair.optimizers, strict=True
+        ):
+            loss_of(forward, ids(50)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+            before = pair.on_host
+            optimizer.step()
+        assert pair.on_host > before
+        for mine, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.on_host(), plain.grad)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_scaler_of_losses_unscales_and_skips(fused):
+    with trained_pair(partial(torch.optim.AdamW, lr=1e-2, fused=fused, foreach=not fused)) as pair:
+        sides = ((pair.plain, pair.plain), (pair.model, pair.compiled))
+        scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in range(2)]
+        for number in range(3):
+            for (model, forward), optimizer, scaler in zip(
+                sides, pair.optimizers, scalers, strict=True
+            ):
+                scaler.scale(loss_of(forward, ids(60 + number))).backward()
+                if number == 1:
+                    next(iter(model.parameters())).grad.mul_(float("inf"))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        assert pair.equal()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+
+
+def test_over_the_bus_goes_no_state():
+    """Of a step only gradients leave the device, and nothing comes to it."""
+    with trained_pair(adamw) as pair:
+        plan = pair.session.controller.plan
+        (call,) = (c for c in plan.step.calls if c.schedule.rows)
+        moved = {x.name for x in call.schedule.effects if x.is_transfer}
+        on_host = {plan.step.facts[ref].name for ref in plan.on_host}
+        assert len(on_host) > 3
+        assert not any(name.startswith(n) for name in moved for n in on_host)
+        zcompile.stats(pair.model, reset=True)
+        pair.step(3)
+        sent = zcompile.stats(pair.model)["bytes"]["d2h"]
+        assert sent <= 3 * sum(p.nbytes for p in pair.model.parameters())
+
+
+def test_what_rests_elsewhere_goes_through_the_device():
+    """The plan is a wish: an operand that was moved since is brought as ever."""
+    with trained_pair(adamw) as pair:
+        pair.session.host_updates.want(frozenset())
+        pair.session.forget_steps()
+        before = pair.on_host
+        pair.step()
+        assert pair.on_host == before
+        assert pair.equal()
+
+
+def test_entries_that_lie_in_several_blocks(monkeypatch):
+    """As on CUDA, where the host's memory is made block by block."""
+    monkeypatch.setattr(host_tier, "BLOCK_BYTES", 5 * KiB)
+    whole = host_tier.HostTier.__init__
+
+    def in_blocks(self, *given, **named):
+        whole(self, *given, **{**named, "whole": False})
+
+    monkeypatch.setattr(host_tier.HostTier, "__init__", in_blocks)
+    lent = []
+    lend = HostWalk.lend
+
+    def lends(self, borrow):
+        lend(self, borrow)
+        lent.append(len(self._lent[borrow.register][1].parts))
+
+    monkeypatch.setattr(HostWalk, "lend", lends)
+    with trained_pair(adamw) as pair:
+        pair.step(2)
+        assert max(lent) > 1
+        assert pair.equal()
+
+
+def test_a_narrow_copy_is_made_on_the_host_too():
+    """Under autocast: forward and backward bring the copy, which the host writes along."""
+
+    def step(forward, optimizer, number):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(forward, ids(number))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair = Pair(adamw)
+    for number in range(PLANNED + 3):
+        step(pair.plain, pair.optimizers[0], number)
+        step(pair.compiled, pair.optimizers[1], number)
+    assert pair.on_host > 0
+    assert pair.equal()
+    zcompile.close(pair.model)
+
+
+def test_copies_that_lag_behind_the_host_are_waited_for(monkeypatch):
+    """Gradients arrive, for all that the host knows, when it waits for them, and not before."""
+    lagging(monkeypatch)
+    with trained_pair(adamw, throttle={}) as pair:
+        before = pair.on_host
+        pair.step(2)
+        assert pair.on_host > before
+        assert pair.equal()
+
+
+def test_the_budgets_hold():
+    with trained_pair(adamw, host_memory="4MiB") as pair:
+        zcompile.stats(pair.model, reset=True)
+        pair.step(2)
+        peak = zcompile.stats(pair.model)["peak"]
+        assert peak["host"] <= 4 * 1024 * KiB
+        assert peak["together"] <= pair.session.device_budget
+
+
+def test_a_row_that_fails_names_its_parameter(monkeypatch):
+    """From then on its update is refused; those before it are done, those behind it are not."""
+    with trained_pair(adamw) as pair:
+        failing = []
+        compute = HostWalk.compute
+
+        def fails(self, run, values):
+            if len(failing) == 1:
+                broken = Run(fail_region(run.region), run.inputs, run.outputs)
+                failing.append(run)
+                compute(self, broken, values)
+            failing.append(run)
+            compute(self, run, values)
+
+        def fail_region(region):
+            def call(*values):
+                raise RuntimeError("out of luck")
+
+            return replace(region, call=call)
+
+        loss_of(pair.compiled, ids(70)).backward()
+        monkeypatch.setattr(HostWalk, "compute", fails)
+        with pytest.raises(UpdateBroken, match="out of luck") as caught:
+            pair.optimizers[1].step()
+        monkeypatch.undo()
+        names = dict(pair.model.named_parameters())
+        assert caught.value.name in names
+        with pytest.raises(UpdateBroken, match=caught.value.name):
+            names[caught.value.name].on_host()
+        others = [p for name, p in names.items() if name != caught.value.name]
+        assert all(torch.isfinite(p.on_host()).all() for p in others)
+
+
+def test_the_device_alone_where_it_is_asked_for():
+    pair = Pair(adamw, updates="device").step(PLANNED + 1)
+    assert pair.on_host == 0
+    assert not pair.session.controller.plan.on_host
+    assert pair.equal()
+    zcompile.close(pair.model)
+
+
+def test_nothing_keeps_what_was_lent():
+    with trained_pair(adamw) as pair:
+        pair.step()
+        gc.collect()
+        assert not [x for x in gc.get_objects() if type(x) in (_Call, HostWalk)]
+
+
+def test_a_durable_run_resumes_from_what_the_host_wrote(tmp_path):
+    fields = {"disk": tmp_path / "run", "durable": True}
+    with trained_pair(adamw, **fields) as pair:
+        pair.step(2)
+        assert pair.on_host > 0
+        assert pair.equal()
+    model, _ = offloaded(**streaming(), **fields)
+    optimizer = adamw([*model.parameters()])
+    zcompile.resume(tmp_path / "run", model, optimizer)
+    mine = [p.on_host() for p in model.parameters()]
+    assert all(map(torch.equal, mine, pair.plain.parameters()))
+    states = [optimizer.state[p]["exp_avg_sq"].on_host() for p in model.parameters()]
+    plain = [pair.optimizers[0].state[p]["exp_avg_sq"] for p in pair.plain.parameters()]
+    assert all(map(torch.equal, states, plain))
+    zcompile.close(model)

@@ -1,0 +1,132 @@
+"""Lets the host compute updates in the record of a step, which is then planned like any other.
+
+A step brings parameter, gradient and states of a row to the device, and sends parameter and states
+back. Where all of them rest on the host, it can compute the row itself, in place: then nothing
+crosses the bus in the step but gradients that are still on their way, and the parameter comes when
+a forward reads it. On a slow bus this is faster, though the host's memory is slower than the
+device's (the CPU optimizer of ZeRO-Offload, arXiv 2101.06840, and ZeRO-Infinity).
+
+Source of the rule which rows may be computed so: all that such a row reads and writes are the
+parameter, its gradient, its states, and a low-precision copy of it (`ir/late_updates.py`).
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from zcompile.ir.late_updates import is_update, weight_of
+from zcompile.ir.optimizer_step import Row
+from zcompile.ir.schedule import SERIALS
+from zcompile.ir.step import StepCall, StepTrace
+from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
+from zcompile.machine.cost import Costs
+from zcompile.machine.model import Link
+from zcompile.planner.bounds import Demand, demand_of
+from zcompile.planner.floor import Floor, floor
+from zcompile.planner.placement import Room
+
+
+def with_host_updates(
+    step: StepTrace, wanted: Collection[EntryRef] | None = None
+) -> StepTrace | None:
+    """The step with rows that the host may compute marked so; None, if there are none.
+
+    The instructions of its calls are as before: a step is lowered from its rows once a placement
+    says what rests where, and a row of which an operand rests elsewhere is computed on the device.
+
+    wanted  parameters that may be updated there; None: all
+    """
+    touched = Counter(
+        ref
+        for call in step.calls
+        for row in call.schedule.rows
+        for ref in {call.entries[column.entry] for column in row.columns}
+        if not ref.is_gradient or _weight_of(step, call, row) is not None
+    )
+    found, calls = False, []
+    for call in step.calls:
+        if call.phase is not Phase.STEP or call.schedule.budget_bytes is None:
+            calls.append(call)
+            continue
+        rows = []
+        for row in call.schedule.rows:
+            weight = _weight_of(step, call, row)
+            may = (
+                weight is not None
+                and (wanted is None or weight in wanted)
+                and step.facts[weight].nbytes > SMALL_BYTES
+                and all(touched[call.entries[column.entry]] == 1 for column in row.columns)
+            )
+            found |= may
+            rows.append(replace(row, on_host=may))
+        calls.append(_with_rows(call, rows))
+    return replace(step, calls=tuple(calls)) if found else None
+
+
+def without_host_updates(step: StepTrace) -> StepTrace:
+    """The step as it is recorded where the device computes all updates."""
+    if not any(row.on_host for call in step.calls for row in call.schedule.rows):
+        return step
+    calls = tuple(
+        _with_rows(call, [replace(row, on_host=False) for row in call.schedule.rows])
+        if any(row.on_host for row in call.schedule.rows)
+        else call
+        for call in step.calls
+    )
+    return replace(step, calls=calls)
+
+
+def updated_on_host(step: StepTrace, homes: Mapping[EntryRef, str]) -> frozenset[EntryRef]:
+    """The parameters that the host updates in a step whose rows are marked, under a placement."""
+    found = set()
+    for call in step.calls:
+        for row in call.schedule.rows:
+            refs = [call.entries[column.entry] for column in row.columns]
+            if row.on_host and all(homes.get(ref, step.facts[ref].home) == "host" for ref in refs):
+                weight = _weight_of(step, call, row)
+                assert weight is not None, "it is marked"
+                found.add(weight)
+    return frozenset(found)
+
+
+# --- Bounds ---
+
+
+def demand_on_host(step: StepTrace, costs: Costs) -> Demand:
+    """What a step needs of the device, whatever the host updates: of updates no compute, where the
+    host computes beside the device."""
+    demand = demand_of(step, costs.region_seconds, machine=costs.machine)
+    if not costs.ways.asynchronous:
+        return demand
+    segments = (replace(s, compute_s=0.0) if s.phase is Phase.STEP else s for s in demand.segments)
+    return replace(demand, segments=tuple(segments))
+
+
+def floor_on_host(
+    step: StepTrace, demand: Demand, costs: Costs, links: Mapping[str, Link], room: Room
+) -> Floor:
+    """As `floor`, of plans in which the host updates what it likes; `demand` is of
+    `demand_on_host`."""
+    if costs.ways.asynchronous:
+        step = replace(step, calls=tuple(c for c in step.calls if c.phase is not Phase.STEP))
+    return floor(step, demand, costs, links, reaching(room))
+
+
+def reaching(room: Room) -> Room:
+    """`room`, from whose host nothing need come to the device to be updated."""
+    return replace(room, reach=True)
+
+
+def _with_rows(call: StepCall, rows: list[Row]) -> StepCall:
+    """A call of an optimizer with these rows in the place of its own, which they are but for who
+    computes them."""
+    return replace(call, schedule=replace(call.schedule, rows=tuple(rows), serial=next(SERIALS)))
+
+
+def _weight_of(step: StepTrace, call: StepCall, row: Row) -> EntryRef | None:
+    """The parameter that a row updates; None, if it is another row."""
+    refs = [call.entries[column.entry] for column in row.columns]
+    if any(ref not in step.facts for ref in refs):
+        return None
+    kinds = [EntryKind.GRAD if ref.is_gradient else step.facts[ref].kind for ref in refs]
+    return call.entries[weight_of(kinds, row).entry] if is_update(kinds, row) else None

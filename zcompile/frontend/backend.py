@@ -23,6 +23,7 @@ from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
+from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
 from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
 from zcompile.ir.schedule import Schedule
@@ -101,7 +102,9 @@ def zinf(
     if session is not None:
         session.meter.count("graphs")
         remember_frame(session)
-    backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition)
+    backend = aot_backend(
+        graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS, LEFT_WHOLE
+    )
     with working(f"compiling {watch.name}"), unheard_graphs():
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))

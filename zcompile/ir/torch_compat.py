@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
 from torch import Tensor, fx, library
+from torch._C import DispatchKey
 from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
@@ -160,15 +161,30 @@ def support_foreach(cls: type[Tensor]) -> None:
 
 
 def aot_backend(
-    forward: Compiler, backward: Compiler, inference: Compiler, partition: Partition
+    forward: Compiler,
+    backward: Compiler,
+    inference: Compiler,
+    partition: Partition,
+    formulas: Mapping[Dispatched, Callable[..., Any]] = MappingProxyType({}),
+    left_whole: Iterable[Dispatched] = (),
 ) -> Callable[..., Any]:
-    """A Dynamo backend: AOTAutograd with our partitioner and compilers."""
-    backend: Callable[..., Any] = _aot_autograd(
+    """A Dynamo backend: AOTAutograd with our partitioner and compilers.
+
+    formulas    op -> what is traced in its place
+    left_whole  ops that are not taken apart by formulas of torch's in Python
+    """
+    traced: Callable[..., Any] = _aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
+        decompositions=formulas,
     )
+
+    def backend(*args: Any) -> Any:
+        with without_python_kernels(left_whole):
+            return traced(*args)
+
     return backend
 
 
@@ -192,6 +208,26 @@ def unheard_graphs() -> Iterator[None]:
         yield
     finally:
         graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs = were
+
+
+@contextmanager
+def without_python_kernels(ops: Iterable[Dispatched]) -> Iterator[None]:
+    """Within, tracing meets the kernels that run in eager PyTorch, where torch has registered
+    functions in Python that it prefers while it traces."""
+    taken = [
+        (op, key, op.py_kernels.pop(key))
+        for op in ops
+        for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+        if key in op.py_kernels
+    ]
+    for op, _, _ in taken:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:

@@ -186,7 +186,13 @@ def plan_step(
         if crowded:
             raise _too_crowded(step, room, arena, crowded)
         assert refused is not None
-        raise refused[1]
+        _, error = refused
+        try:
+            raise error
+        finally:
+            # Its frames would hold it, and with it all that its callers hold, until a garbage
+            # collection: a call that goes on without a plan may need that room.
+            del error, refused
     return _simplest((*made, *_refined(step, made, seconds)))
 
 

@@ -11,6 +11,7 @@ the arena shrinks before the call: entries that rest there are evicted, and a st
 While no graph holds values, an optimizer's step may stream through the arena's step scratch.
 """
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -578,6 +579,10 @@ class Session(Store):
         if nbytes > self.split.held_bytes:
             before = self.live_memory.nbytes
             self.controller.evict_staying()
+            nbytes -= before - self.live_memory.nbytes
+        if nbytes + schedule.least_bytes > self.device_budget:
+            before = self.live_memory.nbytes
+            gc.collect()  # before giving up: dead reference cycles may hold values
             nbytes -= before - self.live_memory.nbytes
         self.split.hold(nbytes, schedule.least_bytes)
 

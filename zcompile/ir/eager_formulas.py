@@ -1,0 +1,86 @@
+"""Keeps the bits of eager PyTorch where torch traces another formula than it computes by.
+
+While it traces, torch takes some ops apart by formulas in Python that round otherwise than the
+kernels which run in eager PyTorch: such an op is left whole. Of dropout on a CPU, eager PyTorch
+multiplies with what it has divided and rounded to the dtype of the input; what is traced in its
+place, `native_dropout`, multiplies with the quotient of Python's floats.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zcompile.ir.torch_compat import Dispatched, without_modes
+
+aten = torch.ops.aten
+
+LEFT_WHOLE: tuple[Dispatched, ...] = (
+    aten.upsample_linear1d.vec,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_trilinear3d.vec,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bicubic2d.vec,
+    aten.multi_margin_loss.default,
+    aten.multilabel_margin_loss_forward.default,
+)
+"""Ops whose formulas in Python have other bits than their kernels."""
+
+_nested = threading.local()
+
+
+@cache
+def _factors(keep: float, dtype: torch.dtype) -> tuple[float, float, float]:
+    """What dropout multiplies with: in eager PyTorch, in `native_dropout`, and in the backward of
+    that, which does not round it to `dtype`."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    with without_modes():  # numbers, while others are being traced
+        one = torch.ones((), dtype=dtype)
+        return (
+            one.div(keep).double().item(),
+            one.mul(1 / keep).double().item(),
+            torch.tensor(1 / keep, dtype=wide).double().item(),
+        )
+
+
+def _kept(mask: Tensor, dtype: torch.dtype, keep: float) -> Tensor:
+    """What eager PyTorch multiplies with, of the shape of `mask`."""
+    return mask.to(dtype).div(keep)
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> Any:
+    keep = 1 - p
+    within = getattr(_nested, "dropout", False)
+    if within or x.device.type != "cpu" or train is False or not 0 < keep < 1:
+        return NotImplemented
+    eager, traced, _ = _factors(keep, x.dtype)
+    if eager == traced:
+        return NotImplemented
+    _nested.dropout = True
+    try:
+        # By the op itself: whatever knows of random numbers knows this op.
+        _, mask = torch.ops.aten.native_dropout.default(x, p, train)
+    finally:
+        _nested.dropout = False
+    return x * _kept(mask, x.dtype, keep), mask
+
+
+def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
+    if gradient.device.type != "cpu" or not scale > 1:
+        return NotImplemented
+    # 1 - p within the last bit of a double: the same once it is a float32, which divides.
+    keep = 1 / scale
+    eager, _, traced = _factors(keep, gradient.dtype)
+    return NotImplemented if eager == traced else gradient * _kept(mask, gradient.dtype, keep)
+
+
+FORMULAS: Mapping[Dispatched, Callable[..., Any]] = {
+    aten.native_dropout.default: _dropout,
+    aten.native_dropout_backward.default: _dropout_backward,
+}
+"""Op -> the formula that is traced in its place; it returns NotImplemented where the op has the
+bits of eager PyTorch."""

@@ -11,6 +11,8 @@ from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -62,6 +64,24 @@ def aot_backend() -> None:
     with torch.no_grad():
         compiled(torch.ones(2, 8))
     assert asked[3:] == ["inference"]
+
+
+@contract
+def without_python_kernels() -> None:
+    """Tracing prefers functions in Python to the kernels of an op, as long as they are there."""
+
+    def ops_of(resize: Callable[..., Any]) -> set[object]:
+        return {node.target for node in make_fx(resize)(torch.ones(1, 1, 4, 4)).graph.nodes}
+
+    def resize(x: torch.Tensor) -> torch.Tensor:
+        with enable_python_dispatcher():
+            return torch.nn.functional.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+    vec, op = torch.ops.aten.upsample_bilinear2d.vec, torch.ops.aten.upsample_bilinear2d.default
+    assert op not in ops_of(resize)
+    with private.without_python_kernels([vec, op]):
+        assert op in ops_of(resize)
+    assert op not in ops_of(resize)
 
 
 @contract

@@ -1,7 +1,10 @@
 """One plan for a whole step: within its budgets, proven, and the fastest of those tried."""
 
 import functools
+import gc
 import itertools
+import weakref
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -227,6 +230,26 @@ def test_a_device_that_cannot_hold_what_one_region_reads_is_told():
     """By the whole of it, not by one of the parts that were tried."""
     with pytest.raises(BudgetExceeded, match=r"needs .* on the device, the budget is 8.00 KiB"):
         planned(8 * KiB)
+
+
+def test_a_refusal_that_is_caught_holds_nothing_of_its_callers():
+    """Who calls holds values that the device needs for the call that goes on."""
+
+    class Value:
+        pass
+
+    def caller():
+        value = Value()
+        alive = weakref.ref(value)
+        with suppress(BudgetExceeded):
+            planned(8 * KiB)
+        return alive
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def ahead(plan: StepPlan) -> list[int]:

@@ -1,11 +1,14 @@
 """Budgets are real: gathers and transfers stay within them, and say so when they cannot."""
 
+import gc
 import threading
 import time
 
 import pytest
 import torch
+from torch import nn
 
+import zcompile
 from zcompile.errors import BudgetExceeded, ConfigInvalid, DeviceTooSmall
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import Bytes, GiB, KiB, MiB
@@ -280,3 +283,20 @@ def test_gradients_on_their_way_are_bounded_by_the_host_and_the_largest_ring():
     assert backlog_bytes(64 * MiB) == 16 * MiB
     assert backlog_bytes(64 * GiB) == 256 * MiB
     assert backlog_bytes(64 * GiB, straight=True) == 32 * MiB
+
+
+def test_results_in_dead_reference_cycles_give_their_room_to_a_call_that_needs_it():
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.Tanh())))
+    zcompile.offload(model, device="cpu", device_memory="384KiB", host_memory="16MiB")
+    run = torch.compile(model, backend="zinf")
+    gc.disable()
+    try:
+        for _ in range(6):
+            cycle = [run(torch.randn(64, 64))]
+            cycle.append(cycle)
+            del cycle
+    finally:
+        gc.enable()
+    kept = [run(torch.randn(64, 64))]
+    with pytest.raises(BudgetExceeded, match="let go of results whose backward never comes"):
+        kept.extend(run(torch.randn(64, 64)) for _ in range(6))

@@ -186,13 +186,13 @@ def plan_step(
         if crowded:
             raise _too_crowded(step, room, arena, crowded)
         assert refused is not None
-        _, error = refused
+        _, nearest = refused
         try:
-            raise error
+            raise nearest
         finally:
             # Its frames would hold it, and with it all that its callers hold, until a garbage
             # collection: a call that goes on without a plan may need that room.
-            del error, refused
+            del nearest, refused
     return _simplest((*made, *_refined(step, made, seconds)))
 
 

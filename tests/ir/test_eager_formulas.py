@@ -1,12 +1,19 @@
 """What is traced of ops that torch takes apart has the bits of eager PyTorch."""
 
+from collections import Counter
+from contextlib import suppress
+from itertools import islice
+
 import pytest
 import torch
+from functorch.compile import aot_function, nop
 from offloaded import twins
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as trees
 
-from zcompile.ir.eager_formulas import LEFT_WHOLE
+from zcompile.ir import torch_compat as private
+from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 
 
 class Headed(nn.Module):
@@ -70,3 +77,59 @@ def test_sizes_of_images_may_change_from_call_to_call():
 def test_ops_are_taken_apart_again_once_a_graph_is_compiled():
     torch.compile(nn.Linear(2, 2), backend="zinf")(torch.ones(2))
     assert all(op.py_kernels for op in LEFT_WHOLE)
+
+
+LISTED = {"masked_fill", "lu", "qr", "linalg.qr", "ormqr"}
+"""What docs/support.md lists: the formulas of their gradients are torch's, in C++."""
+DRAWN = {
+    "nn.functional.rrelu",
+    "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d",
+    "nn.functional.scaled_dot_product_attention",
+}
+"""Of these `aot_function`, which is not what `torch.compile` calls, draws random numbers while it
+traces."""
+SAMPLES = 4
+
+
+def computed(function, args, leaves):
+    """Results and gradients of a function, with random numbers that are the same each time."""
+    torch.manual_seed(0)
+    found = [t for t in trees.tree_leaves(function(args)) if isinstance(t, torch.Tensor)]
+    found = [t for t in found if t.requires_grad and not t.is_complex()]
+    drawn = torch.Generator().manual_seed(1)
+    given = [torch.randn(t.shape, generator=drawn).to(t.dtype) for t in found]
+    return [*found, *torch.autograd.grad(found, leaves, given, allow_unused=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_of_all_ops_of_torchs_table_only_what_is_listed_has_other_bits_when_traced(dtype):
+    # Torch's table takes seconds to import.
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    differing = Counter()
+    for op in op_db:
+        if not (op.supports_autograd and op.supports_dtype(dtype, "cpu")):
+            continue
+        samples = op.sample_inputs("cpu", dtype, requires_grad=True)
+        for sample in islice(samples, SAMPLES):
+            args, kwargs = (sample.input, *sample.args), sample.kwargs
+            leaves = [t for t in trees.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            leaves = [t for t in leaves if t.requires_grad]
+
+            def function(args, op=op, kwargs=kwargs):
+                return op(*args, **kwargs)
+
+            with suppress(Exception):  # on purpose: what cannot be computed or traced is not ours
+                expected = computed(function, args, leaves)
+                with private.without_python_kernels(LEFT_WHOLE):
+                    traced = aot_function(function, nop, nop, decompositions=dict(FORMULAS))
+                    found = computed(traced, args, leaves)
+                same = all(
+                    a is b or torch.equal(a.nan_to_num(), b.nan_to_num())
+                    for a, b in zip(expected, found, strict=True)
+                )
+                differing[op.name] += not same
+    assert len(differing) > 300, "the table is torch's own"
+    assert {name for name, count in differing.items() if count} <= LISTED | DRAWN

@@ -6,8 +6,8 @@ multiplies with what it has divided and rounded to the dtype of the input; what 
 place, `native_dropout`, multiplies with the quotient of Python's floats.
 """
 
-import threading
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,8 @@ LEFT_WHOLE: tuple[Dispatched, ...] = (
 )
 """Ops whose formulas in Python have other bits than their kernels."""
 
-_nested = threading.local()
+_within = ContextVar("_within", default=False)
+"""Whether a formula of dropout is being traced, which has dropout in it."""
 
 
 @cache
@@ -54,18 +55,17 @@ def _kept(mask: Tensor, dtype: torch.dtype, keep: float) -> Tensor:
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> Any:
     keep = 1 - p
-    within = getattr(_nested, "dropout", False)
-    if within or x.device.type != "cpu" or train is False or not 0 < keep < 1:
+    if _within.get() or x.device.type != "cpu" or train is False or not 0 < keep < 1:
         return NotImplemented
     eager, traced, _ = _factors(keep, x.dtype)
     if eager == traced:
         return NotImplemented
-    _nested.dropout = True
+    outside = _within.set(True)
     try:
         # By the op itself: whatever knows of random numbers knows this op.
         _, mask = torch.ops.aten.native_dropout.default(x, p, train)
     finally:
-        _nested.dropout = False
+        _within.reset(outside)
     return x * _kept(mask, x.dtype, keep), mask
 
 

@@ -83,6 +83,9 @@ def faked_at_once() -> None:
         asked.append(x)
         return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"), device
 
+    torch.library.register_fake(
+        "zinf_contract::twice", lambda x, device: torch.empty_like(x, device=device), lib=lib
+    )
     private.faked_at_once(lib, "twice", fake)
     op = torch.ops.zinf_contract.twice.default
     cpu = torch.device("cpu")
@@ -94,6 +97,10 @@ def faked_at_once() -> None:
     assert asked
     assert (made.device, made.size(), made.stride()) == (cpu, x.size(), x.stride())
     assert made.fake_mode is mode
+    with private._FakeTensorMode(), pytest.raises(Exception, match="Mixing fake modes"):
+        op(x, cpu)
+    with private._FakeTensorMode(), pytest.raises(Exception, match="convert all Tensors to Fake"):
+        op(torch.ones(3), cpu)
 
     def call(x):
         return op(x, cpu) + 1

@@ -138,10 +138,10 @@ def joined(before: StepTrace, step: StepTrace) -> StepTrace:
 
 def without_dead_entries(step: StepTrace, alive: set[EntryRef]) -> StepTrace:
     """The step without the calls that use entries which are gone, such as states of an optimizer
-    made anew."""
+    made anew, or gradients of these."""
     gone = lasting(step) - alive
-    calls = tuple(call for call in step.calls if gone.isdisjoint(call.entries))
     facts = {r: f for r, f in step.facts.items() if gone.isdisjoint((r, r.owner))}
+    calls = tuple(call for call in step.calls if facts.keys() >= {*call.entries})
     return replace(step, calls=calls, facts=facts)
 
 

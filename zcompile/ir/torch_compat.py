@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType, SimpleNamespace
@@ -188,26 +189,40 @@ def aot_backend(
     return backend
 
 
+_unheard = ContextVar("_unheard", default=False)
+"""Whether nobody is to hear of graphs on this thread."""
+
+
+@cache
+def _install_unheard_graphs() -> None:
+    """Let what writes AOTAutograd's graphs down ask first whether somebody listens."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    def asking(write: Callable[..., Any], nothing: Any) -> Callable[..., Any]:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            heard = (
+                graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
+                or graph_compile.aot_joint_log.isEnabledFor(logging.INFO)
+                or torch._logging._internal.trace_log.handlers
+            )
+            return nothing if _unheard.get() and not heard else write(*args, **kwargs)
+
+        return ask
+
+    graph_compile._log_joint_graph = asking(graph_compile._log_joint_graph, None)
+    graph_compile._log_fw_bw_graphs = asking(graph_compile._log_fw_bw_graphs, (None, None))
+
+
 @contextmanager
 def unheard_graphs() -> Iterator[None]:
     """Within the context AOTAutograd does not write down its graphs for logs that nobody reads,
     which it does at any level of logging: three times the whole graph, as long as a pass takes."""
-    from torch._functorch._aot_autograd import graph_compile
-
-    if (
-        graph_compile.aot_graphs_log.isEnabledFor(logging.INFO)
-        or graph_compile.aot_joint_log.isEnabledFor(logging.INFO)
-        or torch._logging._internal.trace_log.handlers
-    ):
-        yield
-        return
-    were = graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs
-    graph_compile._log_joint_graph = lambda *_: None
-    graph_compile._log_fw_bw_graphs = lambda *_: (None, None)
+    _install_unheard_graphs()
+    outside = _unheard.set(True)
     try:
         yield
     finally:
-        graph_compile._log_joint_graph, graph_compile._log_fw_bw_graphs = were
+        _unheard.reset(outside)
 
 
 @contextmanager
@@ -886,13 +901,18 @@ def faked_at_once(
     lib: library.Library, name: str, fake: Callable[..., tuple[Tensor, torch.device]]
 ) -> None:
     """Let tracing take the results of the op `name` of `lib` from `fake`, and ask nothing else of
-    the op: going through what is registered as its fake takes several times as long.
+    the op: going through what is registered as its fake takes several times as long. With
+    tensors of another tracing, and with real ones, it goes that way.
 
     fake  is given the arguments of the op; returns a tensor on the device "meta", which nobody else
           has, and the device that it is to show
     """
 
-    def rule(mode: Any, func: Dispatched, types: object, args: Any, kwargs: Any) -> Tensor:
+    def rule(mode: Any, func: Dispatched, types: Any, args: Any, kwargs: Any) -> Any:
+        given = [x for x in args if isinstance(x, Tensor)]
+        if not all(isinstance(x, FakeTensor) and x.fake_mode is mode for x in given):
+            # A tensor that is not of what is traced: torch says so, or makes it a fake.
+            return mode.__torch_dispatch__(func, types, args, kwargs)
         made, device = fake(*args, **kwargs)
         return FakeTensor(mode, made, device)
 

@@ -55,6 +55,16 @@ def test_the_backend_is_found_by_its_name():
     assert zcompile.stats(model)["graphs"] == 1
 
 
+def test_torch_writes_no_graph_down_that_nobody_reads(monkeypatch):
+    """As text, which takes it longer than a pass of ours."""
+    written = []
+    monkeypatch.setattr(
+        torch.fx.GraphModule, "print_readable", lambda *_, **__: written.append(1) or ""
+    )
+    torch.compile(offloaded(), backend="zinf")(ROWS).sum().backward()
+    assert not written
+
+
 def test_a_module_that_compiles_itself_finds_it_too():
     class Net(nn.Module):
         def __init__(self):

@@ -158,7 +158,8 @@ class Leaving:
 
 def _pending(groups: Iterable[list[tuple[int, SimTransfer]]]) -> list[SimTransfer]:
     found = [row for rows in groups for row in rows if row[1].over_s is None]
-    found.sort(key=itemgetter(0))
+    if len(found) > 1:
+        found.sort(key=itemgetter(0))
     return [transfer for _, transfer in found]
 
 

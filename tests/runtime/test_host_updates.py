@@ -17,6 +17,7 @@ import zcompile
 from zcompile.errors import UpdateBroken
 from zcompile.ir.schedule import Run
 from zcompile.ir.units import KiB
+from zcompile.runtime import relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
@@ -118,8 +119,29 @@ def test_over_the_bus_goes_no_state():
         assert sent <= 3 * sum(p.nbytes for p in pair.model.parameters())
 
 
-def test_what_rests_elsewhere_goes_through_the_device():
-    """The plan is a wish: an operand that was moved since is brought as ever."""
+def test_what_rests_elsewhere_goes_through_the_device(tmp_path):
+    """The plan is a wish: a row of which an operand was moved since is computed as ever."""
+    with trained_pair(adamw, disk=tmp_path / "tier") as pair:
+        updates, session = pair.session.host_updates, pair.session
+        weight, state = next(
+            (p, pair.optimizers[1].state[p]["exp_avg"])
+            for p in pair.model.parameters()
+            if p.entry.ref in updates.wanted
+        )
+        assert {weight.entry.home, state.entry.home} == {"host"}
+        before = pair.on_host
+        pair.step()
+        all_of_them = pair.on_host - before
+        assert relocate.move(session, state.entry, "disk")
+        assert weight.entry.ref in updates.wanted
+        before = pair.on_host
+        pair.step()
+        assert state.entry.home == "disk"
+        assert pair.on_host - before == all_of_them - 1
+        assert pair.equal()
+
+
+def test_without_a_wish_the_device_computes_all():
     with trained_pair(adamw) as pair:
         pair.session.host_updates.want(frozenset())
         pair.session.forget_steps()

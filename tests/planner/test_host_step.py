@@ -11,13 +11,20 @@ from traced_steps import adamw, adamw_by_foreach, named, traced
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid
 from zcompile.frontend.dry_run.plan import terms_of
+from zcompile.ir.optimizer_step import chunk_region
 from zcompile.ir.schedule import Borrow, Run
 from zcompile.ir.types import SMALL_BYTES, EntryKind, Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Machine, MachineInvalid
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import outlook
-from zcompile.planner.host_step import updated_on_host, with_host_updates, without_host_updates
+from zcompile.planner.bounds import demand_of
+from zcompile.planner.host_step import (
+    demand_on_host,
+    updated_on_host,
+    with_host_updates,
+    without_host_updates,
+)
 from zcompile.planner.placement import HOST, operands_of_host_updates
 from zcompile.planner.simulator import simulate
 from zcompile.verify.schedule import verify_schedule
@@ -147,3 +154,32 @@ def test_auto_keeps_the_bits_of_the_device():
 def test_a_host_that_computes_nothing_is_no_machine():
     with pytest.raises(MachineInvalid, match="host_update_bytes_per_s"):
         machine(1e9, host=0)
+
+
+def step_seconds_at(host: float) -> tuple[float, float]:
+    """Least seconds of updates: on the device alone, and with a host of that rate."""
+    terms = terms_of(Config(device="cpu", updates="fastest"), machine(1e9, host=host))
+    costs, step = terms.costs(), traced()
+    alone = demand_of(step, costs.region_seconds, machine=costs.machine)
+    return alone.phases_s[Phase.STEP], demand_on_host(step, costs).phases_s[Phase.STEP]
+
+
+def test_the_bound_counts_updates_as_device_and_host_share_them():
+    """The slower the host, the nearer to what the device takes alone; where both are as fast, no
+    less than half."""
+    alone, idle = step_seconds_at(1e3)
+    assert idle == pytest.approx(alone, rel=1e-3)
+    shared = [step_seconds_at(rate)[1] for rate in (1e9, 1e10, 1e11, 1e15)]
+    assert shared == sorted(shared, reverse=True)
+    assert alone > shared[0] > shared[-1] > 0
+    updated = alone - shared[-1]
+    nbytes = sum(
+        chunk_region("", row.resting_on_host(), 0, row.numel).work.nbytes
+        for call in with_host_updates(traced()).calls
+        for row in call.schedule.rows
+        if row.on_host
+    )
+    rate = nbytes / updated  # at which the host takes as long for its rows as the device would
+    half = step_seconds_at(rate)[1]
+    assert half >= alone / 2
+    assert half < alone

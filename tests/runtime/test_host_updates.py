@@ -4,6 +4,7 @@ Plans that are forced to have them train beside plain PyTorch, whose bits they a
 """
 
 import gc
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +16,11 @@ from planned_runs import PLANNED, ids, loss_of, offloaded
 
 import zcompile
 from zcompile.errors import UpdateBroken
+from zcompile.ir import optimizer_step
 from zcompile.ir.schedule import Run
+from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
+from zcompile.runtime import relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
@@ -118,8 +122,29 @@ def test_over_the_bus_goes_no_state():
         assert sent <= 3 * sum(p.nbytes for p in pair.model.parameters())
 
 
-def test_what_rests_elsewhere_goes_through_the_device():
-    """The plan is a wish: an operand that was moved since is brought as ever."""
+def test_what_rests_elsewhere_goes_through_the_device(tmp_path):
+    """The plan is a wish: a row of which an operand was moved since is computed as ever."""
+    with trained_pair(adamw, disk=tmp_path / "tier") as pair:
+        updates, session = pair.session.host_updates, pair.session
+        weight, state = next(
+            (p, pair.optimizers[1].state[p]["exp_avg"])
+            for p in pair.model.parameters()
+            if p.entry.ref in updates.wanted
+        )
+        assert {weight.entry.home, state.entry.home} == {"host"}
+        before = pair.on_host
+        pair.step()
+        all_of_them = pair.on_host - before
+        assert relocate.move(session, state.entry, "disk")
+        assert weight.entry.ref in updates.wanted
+        before = pair.on_host
+        pair.step()
+        assert state.entry.home == "disk"
+        assert pair.on_host - before == all_of_them - 1
+        assert pair.equal()
+
+
+def test_without_a_wish_the_device_computes_all():
     with trained_pair(adamw) as pair:
         pair.session.host_updates.want(frozenset())
         pair.session.forget_steps()
@@ -221,6 +246,44 @@ def test_a_row_that_fails_names_its_parameter(monkeypatch):
             names[caught.value.name].on_host()
         others = [p for name, p in names.items() if name != caught.value.name]
         assert all(torch.isfinite(p.on_host()).all() for p in others)
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_a_row_of_which_a_chunk_was_written_breaks_off_wherever_the_call_fails(monkeypatch, chunk):
+    """Where nothing was written the error is what it is, and the step can be repeated."""
+    monkeypatch.setattr(optimizer_step, "HOST_CHUNK_BYTES", 4 * KiB)
+    with trained_pair(adamw) as pair:
+        lend, lends = HostWalk.lend, Counter()
+
+        def fails(self, borrow):
+            entry = self._entries[borrow.entry]
+            if entry.kind is EntryKind.PARAM and entry.nbytes > 4 * KiB:
+                if lends[entry.name] == chunk:
+                    lends[entry.name] += 1
+                    raise RuntimeError("nothing to lend")
+                lends[entry.name] += 1
+            lend(self, borrow)
+
+        loss_of(pair.compiled, ids(70)).backward()
+        monkeypatch.setattr(HostWalk, "lend", fails)
+        with pytest.raises(RuntimeError, match="nothing to lend") as caught:
+            pair.optimizers[1].step()
+        monkeypatch.undo()
+        ((name, _),) = lends.items()
+        param = dict(pair.model.named_parameters())[name]
+        state = pair.optimizers[1].state[param]["exp_avg"]
+        if chunk:
+            assert isinstance(caught.value, UpdateBroken)
+            assert caught.value.name == name
+            for tensor in (param, state):
+                with pytest.raises(UpdateBroken, match=name):
+                    tensor.on_host()
+            with pytest.raises(UpdateBroken, match=name):
+                pair.optimizers[1].step()
+        else:
+            assert not isinstance(caught.value, UpdateBroken)
+            assert torch.isfinite(param.on_host()).all()
+            assert torch.isfinite(state.on_host()).all()
 
 
 def test_the_device_alone_where_it_is_asked_for():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from planned_runs import made_on
 
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
@@ -277,3 +278,28 @@ def test_the_rate_of_updates_on_the_host_is_measured(monkeypatch):
     monkeypatch.setattr(probe, "HOST_UPDATE_BYTES", 1 << 20)
     monkeypatch.setattr(probe, "SPAN_S", 1e-3)
     assert 1e6 < probe.host_update_rate() < 1e13
+
+
+def test_it_is_measured_in_the_hosts_memory_whatever_tensors_are_by_default(monkeypatch):
+    """On a meta device nothing would be computed, in double precision twice the bytes."""
+    monkeypatch.setattr(probe, "HOST_UPDATE_BYTES", 1 << 20)
+    monkeypatch.setattr(probe, "SPAN_S", 1e-3)
+    made, stepped = torch.optim.AdamW, []
+
+    def watched(params, **how):
+        optimizer = made(params, **how)
+        stepped.append((params[0], optimizer))
+        return optimizer
+
+    monkeypatch.setattr(torch.optim, "AdamW", watched)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with made_on("meta"):
+            probe.host_update_rate()
+    finally:
+        torch.set_default_dtype(before)
+    ((param, optimizer),) = stepped
+    operands = [param, param.grad, *optimizer.state[param].values()]
+    assert {(t.device.type, t.dtype) for t in operands} == {("cpu", torch.float32)}
+    assert param.nbytes == 1 << 20

@@ -11,11 +11,12 @@ parameter, its gradient, its states, and a low-precision copy of it (`ir/late_up
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
 
 from zcompile.ir.late_updates import is_update, weight_of
-from zcompile.ir.optimizer_step import Row
+from zcompile.ir.optimizer_step import Row, chunk_region
 from zcompile.ir.schedule import SERIALS
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
@@ -64,7 +65,8 @@ def with_host_updates(
 
 
 def without_host_updates(step: StepTrace) -> StepTrace:
-    """The step as it is recorded where the device computes all updates."""
+    """The step as it was before rows were marked, or recorded before the host computed any: of no
+    row is the host to compute it."""
     if not any(row.on_host for call in step.calls for row in call.schedule.rows):
         return step
     calls = tuple(
@@ -93,13 +95,44 @@ def updated_on_host(step: StepTrace, homes: Mapping[EntryRef, str]) -> frozenset
 
 
 def demand_on_host(step: StepTrace, costs: Costs) -> Demand:
-    """What a step needs of the device, whatever the host updates: of updates no compute, where the
-    host computes beside the device."""
+    """What a step needs, whatever the host updates: where it computes beside the device, an
+    optimizer's segment takes what the two take together at least."""
     demand = demand_of(step, costs.region_seconds, machine=costs.machine)
     if not costs.ways.asynchronous:
         return demand
-    segments = (replace(s, compute_s=0.0) if s.phase is Phase.STEP else s for s in demand.segments)
+    marked = with_host_updates(step) or step
+    segments = []
+    for segment, (phase, calls) in zip(
+        demand.segments, groupby(marked.calls, key=lambda call: call.phase), strict=True
+    ):
+        if phase is Phase.STEP:
+            segment = replace(segment, compute_s=_together_s(segment.compute_s, calls, costs))
+        segments.append(segment)
     return replace(demand, segments=tuple(segments))
+
+
+def _together_s(device_s: float, calls: Iterable[StepCall], costs: Costs) -> float:
+    """Lower bound, in seconds, on the updates of calls whose rows are marked, shared between device
+    and host.
+
+    The device needs `device_s` less the seconds of what the host computes, and the host the seconds
+    of that. Rows may be shared in any parts; the longer of the two is least where the host takes
+    those rows first that the device needs longest for, by the host's seconds.
+    """
+    rows = [(call.schedule.name, row) for call in calls for row in call.schedule.rows]
+    either = []
+    for name, row in rows:
+        if row.on_host:
+            here, there = replace(row, on_host=False), row.resting_on_host()
+            regions = [chunk_region(name, way, 0, row.numel) for way in (here, there)]
+            either.append(tuple(map(costs.region_seconds, regions)))
+    host_s = 0.0
+    for here_s, there_s in sorted(either, key=lambda row: row[1] / max(row[0], 1e-12)):
+        if host_s + there_s >= device_s - here_s:
+            part = (device_s - host_s) / max(here_s + there_s, 1e-12)
+            return max(device_s - part * here_s, 0.0)
+        device_s, host_s = device_s - here_s, host_s + there_s
+    return device_s
 
 
 def floor_on_host(

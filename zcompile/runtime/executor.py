@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from zcompile.errors import ParameterChanged, TierFull, Unsupported
+from zcompile.errors import ParameterChanged, TierFull, Unsupported, UpdateBroken
 from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
     Agree,
@@ -556,7 +556,9 @@ class _Call:
         except BaseException as error:
             if self.store.fabric is not None:
                 self.store.fabric.failed_here(error)  # before anything is waited for
+            broken = None
             try:
+                broken = self.host.broke_off(self.schedule, error)
                 self._send_updates()
             finally:
                 self.gradients.abandon()
@@ -564,6 +566,8 @@ class _Call:
                 self.foresight.abandon()
                 self.held.abandon()
                 self.in_flight.abandon()
+            if broken and isinstance(error, Exception) and not isinstance(error, UpdateBroken):
+                raise broken from error
             raise
         self.held.end(self.values)
         meter.span(self._account, self.lap, device.stamp())

@@ -7,7 +7,8 @@ instructions are a `Borrow` of each operand, which waits for transfers of those 
 A row of which an operand rests elsewhere by then goes through the device, as any other.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from zcompile.errors import UpdateBroken
 from zcompile.ir.late_updates import is_update, weight_of
 from zcompile.ir.optimizer_step import Row
-from zcompile.ir.schedule import Borrow, Register, Run
+from zcompile.ir.schedule import Borrow, EntryIndex, Register, Run, Schedule
 from zcompile.ir.types import EntryKind, EntryRef
 from zcompile.runtime.late import LateUpdates, is_number
 from zcompile.runtime.store.store import Entry, Lent, Store
@@ -58,6 +59,8 @@ class HostWalk:
     def __init__(self, store: Store, entries: Sequence[Entry], late: LateUpdates) -> None:
         self._store, self._entries, self._late = store, entries, late
         self._lent: dict[Register, tuple[Borrow, Lent]] = {}
+        self._written: Counter[EntryIndex] = Counter()
+        """Chunks of each entry that were written."""
         self._plain: dict[int, tuple[Any, Any]] = {}
         """By its id, a plain operand and the same in the host's memory."""
 
@@ -82,13 +85,25 @@ class HostWalk:
             lent[r][0].layout.view(lent[r][1].memory) if r in lent else self._on_host(values[r])
             for r in run.inputs
         ]
+        writing = [(borrow, each) for borrow, each in lent.values() if borrow.writes]
         try:
             run.region.call(*given)
-        except Exception as error:
-            raise self._broken([borrow for borrow, _ in lent.values()], error) from error
-        for borrow, each in lent.values():
-            if borrow.writes:
+            for _, each in writing:
                 each.give_back()
+        except Exception as error:
+            raise self._broken({borrow.entry for borrow, _ in writing}, error) from error
+        self._written.update(borrow.entry for borrow, _ in writing)
+
+    def broke_off(self, schedule: Schedule, error: BaseException) -> UpdateBroken | None:
+        """The call failed, wherever: refuse every use of what was written in part, since a chunk of
+        a row was computed and its last one was not; None, if there is no such row."""
+        chunks = Counter(
+            x.entry
+            for x in (schedule.instructions if self._written else ())
+            if isinstance(x, Borrow) and x.on_host and x.writes
+        )
+        torn = {entry for entry, done in self._written.items() if done < chunks[entry]}
+        return self._broken(torn, error) if torn else None
 
     def _on_host(self, value: Any) -> Any:
         """A plain operand in the host's memory; of one on the device, once that has made it."""
@@ -98,9 +113,10 @@ class HostWalk:
             self._plain[id(value)] = value, value.cpu()
         return self._plain[id(value)][1]
 
-    def _broken(self, borrows: Sequence[Borrow], error: Exception) -> UpdateBroken:
-        """The error where a row failed; from then on every use of what it writes is refused."""
-        written = [self._entries[borrow.entry] for borrow in borrows if borrow.writes]
+    def _broken(self, torn: Collection[EntryIndex], error: BaseException) -> UpdateBroken:
+        """The error where a row failed that writes these entries; from then on every use of them is
+        refused."""
+        written = [self._entries[index] for index in sorted(torn)]
         named = [*(e for e in written if e.kind is EntryKind.PARAM), *written]
         broken = self._late.broke_off({named[0].name: written}, error)
         return UpdateBroken(broken.name, broken.step, broken.why)

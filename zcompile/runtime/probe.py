@@ -567,7 +567,8 @@ HOST_UPDATE_BYTES = 64 * MiB
 def host_update_rate() -> float:
     """Measure at how many bytes per second the host's cores read and write the operands of a step
     of AdamW in its memory."""
-    param = torch.nn.Parameter(torch.full((HOST_UPDATE_BYTES // 4,), 0.5))
+    values = torch.full((HOST_UPDATE_BYTES // 4,), 0.5, dtype=torch.float32, device="cpu")
+    param = torch.nn.Parameter(values)
     param.grad = torch.full_like(param, 0.5)
     update = torch.optim.AdamW([param], fused=True).step
     passes = 7  # the gradient is read, all others are read and written

@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 
 import zcompile
 from zcompile.checkpoint.stream import Loader
-from zcompile.errors import CheckpointInvalid, RankFailed, ZinfError
+from zcompile.errors import CheckpointInvalid, NothingCommitted, RankFailed, ZinfError
+from zcompile.runtime.durable.check import check_all
+from zcompile.runtime.progress import BOARD
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "rank_timeout": 80}
 """Of a case, which is given 90 s: who is told by a time-out comes too late."""
@@ -172,6 +174,36 @@ def test_what_fails_on_one_rank_while_values_come_ends_the_session_of_all(
     assert then[0] == RankFailed.__name__
     for _, text in (then, after):  # nothing is used that was read in part
         assert says[how] in text
+
+
+def checked(mesh, disk):
+    """What a rank is known to do while it checks a commit: its own, and one it copies."""
+    here, seen = check_all, []
+
+    def noted(*arguments):
+        seen.append(BOARD.doing())
+        return here(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zcompile.checkpoint.durable.check_all", noted)
+        for durable in (True, True, False):
+            fields = {"durable": True, "disk": disk} if durable else {}
+            model = zcompile.offload(words(blocks=1), mesh=mesh, **BUDGETS, **fields)
+            optimizer = adamw(model.parameters())
+            try:
+                zcompile.resume(disk, model, optimizer)
+            except NothingCommitted:
+                zcompile.save(disk, model, optimizer)
+            zcompile.close(model)
+    return seen
+
+
+def test_a_rank_that_checks_a_commit_is_busy(pool, tmp_path):
+    """So that the others wait for it, for longer than `rank_timeout` too."""
+    for seen in pool.run(checked, 2, str(tmp_path)):
+        assert len(seen) == 3, "its own part, and then those of both"
+        for text in seen:
+            assert f"reading {tmp_path}; checking {tmp_path}/rank-" in text
 
 
 def too_little_memory_on_one(mesh):

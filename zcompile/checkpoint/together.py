@@ -20,6 +20,7 @@ from zcompile.errors import (
     RanksDiffer,
     ZinfError,
 )
+from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
 
 SAVING = "save"
@@ -174,7 +175,7 @@ def reading(fabric: Fabric | None, where: str) -> Iterator[Meetings]:
 
     What fails on one rank before that raises on all, and the run can go on; what fails after it
     ends the session of all, as a failure in the middle of a step does. At the end all are known to
-    have read theirs.
+    have read theirs. Ranks wait for each other for as long as one reads or checks.
 
     fabric  None: one process reads
     where   the checkpoint, for people; ranks may have it under different names
@@ -184,7 +185,7 @@ def reading(fabric: Fabric | None, where: str) -> Iterator[Meetings]:
         yield Meetings()
         return
     together = _ReadTogether(fabric, Path(where), "")
-    with together.telling():
+    with working(f"reading {where}"), together.telling():
         try:
             yield _MeetingsOfRanks(together)
         except (RankFailed, RanksDiffer):

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from border import Border, offloaded
 from rank_models import adamw, digest, words
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import zcompile
 from zcompile.checkpoint.stream import Loader
+from zcompile.checkpoint.together import ENDED
 from zcompile.errors import CheckpointInvalid, NothingCommitted, RankFailed, ZinfError
 from zcompile.runtime.durable.check import check_all
 from zcompile.runtime.progress import BOARD
@@ -117,6 +119,66 @@ def test_what_one_rank_cannot_read_raises_on_all_and_changes_nothing(pool, base,
     for _, extra, after in (first, second):
         assert extra == {"number": 7}
         assert after == digest(other_values().parameters())
+
+
+class Small(nn.Module):
+    """Whose tensors are whole on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def half_loaded(mesh, path):
+    """What each rank meets where rank 1 is interrupted between two small tensors, and then by
+    whatever would use values; and whether the model closes."""
+    rank, tries, fill = mesh.get_local_rank(), 0, Loader.fill
+    model = zcompile.offload(Small(), mesh=mesh, **BUDGETS)
+    run, x = torch.compile(model, backend="zinf"), torch.ones(2, 8)
+    with torch.no_grad():
+        run(x)
+
+    def interrupted(*arguments):
+        nonlocal tries
+        tries += 1
+        if rank and tries == 3:
+            raise KeyboardInterrupt
+        return fill(*arguments)
+
+    weight = model.layers[2].weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "fill", interrupted)
+        try:
+            zcompile.load(model, path)
+        except (RankFailed, KeyboardInterrupt) as error:
+            caught = error
+    with torch.no_grad():
+        then = [
+            met(lambda: digest([weight])),
+            met(lambda: run(x)),
+            met(lambda: weight.add_(1.0)),
+            met(lambda: [value.cpu() for value in model.state_dict().values()]),
+            met(lambda: zcompile.save(f"{path}-{rank}", model)),
+        ]
+    zcompile.close(model)
+    return type(caught).__name__, caught.__notes__, then
+
+
+def test_nothing_that_was_loaded_in_half_is_used(pool, tmp_path):
+    zcompile.save(tmp_path / "small", Small())
+    found = pool.run(half_loaded, 2, str(tmp_path / "small"))
+    assert [kind for kind, _, _ in found] == [RankFailed.__name__, "KeyboardInterrupt"]
+    for _, notes, then in found:
+        assert ENDED in notes
+        for kind, text in then:
+            assert kind == RankFailed.__name__
+            assert "rank 1 on " in text
+            assert "KeyboardInterrupt" in text
 
 
 def memory_is_short(*_):

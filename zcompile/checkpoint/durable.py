@@ -32,7 +32,7 @@ from zcompile.ir.partition import Partition
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import show_size
 from zcompile.runtime.closing import open_stores
-from zcompile.runtime.durable.check import check_all
+from zcompile.runtime.durable.check import bytes_to_check, check_all
 from zcompile.runtime.durable.commit import CommitLog, Named
 from zcompile.runtime.durable.directory import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, SmallTensor, StoredTensor
@@ -331,13 +331,9 @@ def _check_sums(found: Index, directories: Sequence[Directory]) -> None:
 
     raises  DurableDamaged, DiskUnusable
     """
-    with working(f"checking {directories[0].path}", unit=show_size) as work:
-
-        def told(read: int, total: int) -> None:
-            work.total = total
-            work.at(read)
-
-        check_all(found, directories, told)
+    total = bytes_to_check(found)
+    with working(f"checking {directories[0].path}", total, show_size) as work:
+        check_all(found, directories, lambda read, _: work.at(read))
 
 
 def _nothing_in(home: Directory, directory: Path) -> ZinfError:

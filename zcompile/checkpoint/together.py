@@ -188,10 +188,14 @@ def reading(fabric: Fabric | None, where: str) -> Iterator[Meetings]:
     with working(f"reading {where}"), together.telling():
         try:
             yield _MeetingsOfRanks(together)
-        except (RankFailed, RanksDiffer):
-            raise
-        except Exception as error:
-            if together.met_last:
+            fabric.agree("have read a checkpoint")
+        except BaseException as error:
+            if _ends_ranks(error, together) and ENDED not in getattr(error, "__notes__", ()):
                 error.add_note(ENDED)
             raise
-        fabric.agree("have read a checkpoint")
+
+
+def _ends_ranks(error: BaseException, together: _ReadTogether) -> bool:
+    """Whether the ranks cannot go on after an error."""
+    told_at_the_next_meeting = isinstance(error, together.TOLD) and not together.met_last
+    return isinstance(error, (RankFailed, RanksDiffer)) or not told_at_the_next_meeting

@@ -871,7 +871,13 @@ class Store:
                 self._dead.extend(_copies(entry))
 
     def _prepare_read(self, entry: Entry, ahead: bool = False) -> None:
-        """Before a read: check that the entry has a value, and apply what is deferred."""
+        """Before a read: check that the entry has a value, and apply what is deferred.
+
+        Where ranks cannot go on, nothing is read, of what is whole on each of them neither: one may
+        have other values than another. raises  ValueUnset; what the ranks have failed with
+        """
+        if self.fabric is not None:
+            self.fabric.check()
         if entry.unset:
             raise ValueUnset(entry.name)
         if not ahead:

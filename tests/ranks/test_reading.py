@@ -98,6 +98,9 @@ def damaged_on_one(mesh, base, folder):
             else:
                 error = met(lambda path=path: zcompile.load(model, path))
             found.append((damage.__name__, reads, *error, digest(model.parameters()) == before))
+    with torch.no_grad():  # the last of them has read the weights
+        for param in model.parameters():
+            param.zero_()
     extra = zcompile.resume(f"{base}/{rank}", model, adamw(model.parameters()))
     after = digest(model.parameters())
     zcompile.close(model)

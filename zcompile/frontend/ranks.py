@@ -5,8 +5,9 @@ parameter is a share (`ir/partition.py`); what crosses between them goes through
 (`runtime/ranks/fabric.py`).
 """
 
+import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
 from zcompile.runtime.ranks.meeting import meet
+
+log = logging.getLogger("zcompile.frontend.ranks")
 
 READY, FAILED = bytes(DIGEST_BYTES), b"\1" + bytes(DIGEST_BYTES - 1)
 """What a rank says when it knows whether it can take part."""
@@ -137,6 +140,33 @@ def _refuse_unready(config: Config) -> None:
             "there yet together",
             "leave it out (the device is 'cpu'); or start one process; or give mesh=False for a "
             "model per rank",
+        )
+
+
+def refuse_tiles(config: Config, fabric: Fabric | None) -> None:
+    """Refuse that the options of one graph cut what is to be kept whole. raises  Unsupported"""
+    if fabric is not None and config.stage == 2 and config.tile_bytes is not None:
+        raise Unsupported(
+            f"torch.compile(options={{'tile_bytes': {config.tile_bytes}}}) is asked for, and "
+            "stage=2, which keeps all of each weight on every rank: what comes in tiles is "
+            "gathered for every use, as with stage=3",
+            "leave tile_bytes out, or give stage=3 to zcompile.offload",
+        )
+
+
+def tell_of_tiles(config: Config, graph: str, tiled: Sequence[str]) -> None:
+    """Warn that weights of a graph come in tiles which are to be kept whole: there is no room for
+    one beside what the graph holds.
+
+    tiled  names of weights that ranks hold shares of
+    """
+    if config.stage == 2 and tiled:
+        log.warning(
+            "stage=2 was asked for, and %s has no room for all of %s at once: what comes in tiles "
+            "is gathered for every use, as with stage=3; give more device_memory, or smaller "
+            "batches",
+            graph,
+            ", ".join(map(repr, tiled)),
         )
 
 

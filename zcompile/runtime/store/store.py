@@ -52,7 +52,7 @@ from zcompile.runtime.tiers.device import DeviceTier
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, compute_marks
-from zcompile.runtime.transfer.ticket import Ready, Ticket
+from zcompile.runtime.transfer.ticket import Behind, Ticket
 from zcompile.runtime.transfer.transfer import Add, Fetch, InFlight, Put, ReadBack, Transfer
 
 # --- Deferred changes ---
@@ -629,7 +629,7 @@ class Store:
         """
         self.enter(entry.name)
         if not target.numel():
-            return Ready()  # a tile of which this rank holds nothing
+            return Behind(after)  # a tile of which this rank holds nothing
         self._prepare_read(entry, ahead)
         window, padded = self.arena.window_and_holds(target)
         place, context = entry.place, self._context

@@ -11,10 +11,14 @@ import torch.distributed as dist
 from border import Border, offloaded
 from rank_models import adamw, digest, words
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import zcompile
 from zcompile.checkpoint.stream import Loader
-from zcompile.errors import CheckpointInvalid, RankFailed, ZinfError
+from zcompile.checkpoint.together import ENDED
+from zcompile.errors import CheckpointInvalid, NothingCommitted, RankFailed, ZinfError
+from zcompile.runtime.durable.check import check_all
+from zcompile.runtime.progress import BOARD
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "rank_timeout": 80}
 """Of a case, which is given 90 s: who is told by a time-out comes too late."""
@@ -94,6 +98,9 @@ def damaged_on_one(mesh, base, folder):
             else:
                 error = met(lambda path=path: zcompile.load(model, path))
             found.append((damage.__name__, reads, *error, digest(model.parameters()) == before))
+    with torch.no_grad():  # the last of them has read the weights
+        for param in model.parameters():
+            param.zero_()
     extra = zcompile.resume(f"{base}/{rank}", model, adamw(model.parameters()))
     after = digest(model.parameters())
     zcompile.close(model)
@@ -115,6 +122,66 @@ def test_what_one_rank_cannot_read_raises_on_all_and_changes_nothing(pool, base,
     for _, extra, after in (first, second):
         assert extra == {"number": 7}
         assert after == digest(other_values().parameters())
+
+
+class Small(nn.Module):
+    """Whose tensors are whole on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def half_loaded(mesh, path):
+    """What each rank meets where rank 1 is interrupted between two small tensors, and then by
+    whatever would use values; and whether the model closes."""
+    rank, tries, fill = mesh.get_local_rank(), 0, Loader.fill
+    model = zcompile.offload(Small(), mesh=mesh, **BUDGETS)
+    run, x = torch.compile(model, backend="zinf"), torch.ones(2, 8)
+    with torch.no_grad():
+        run(x)
+
+    def interrupted(*arguments):
+        nonlocal tries
+        tries += 1
+        if rank and tries == 3:
+            raise KeyboardInterrupt
+        return fill(*arguments)
+
+    weight = model.layers[2].weight
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loader, "fill", interrupted)
+        try:
+            zcompile.load(model, path)
+        except (RankFailed, KeyboardInterrupt) as error:
+            caught = error
+    with torch.no_grad():
+        then = [
+            met(lambda: digest([weight])),
+            met(lambda: run(x)),
+            met(lambda: weight.add_(1.0)),
+            met(lambda: [value.cpu() for value in model.state_dict().values()]),
+            met(lambda: zcompile.save(f"{path}-{rank}", model)),
+        ]
+    zcompile.close(model)
+    return type(caught).__name__, caught.__notes__, then
+
+
+def test_nothing_that_was_loaded_in_half_is_used(pool, tmp_path):
+    zcompile.save(tmp_path / "small", Small())
+    found = pool.run(half_loaded, 2, str(tmp_path / "small"))
+    assert [kind for kind, _, _ in found] == [RankFailed.__name__, "KeyboardInterrupt"]
+    for _, notes, then in found:
+        assert ENDED in notes
+        for kind, text in then:
+            assert kind == RankFailed.__name__
+            assert "rank 1 on " in text
+            assert "KeyboardInterrupt" in text
 
 
 def memory_is_short(*_):
@@ -172,6 +239,36 @@ def test_what_fails_on_one_rank_while_values_come_ends_the_session_of_all(
     assert then[0] == RankFailed.__name__
     for _, text in (then, after):  # nothing is used that was read in part
         assert says[how] in text
+
+
+def checked(mesh, disk):
+    """What a rank is known to do while it checks a commit: its own, and one it copies."""
+    here, seen = check_all, []
+
+    def noted(*arguments):
+        seen.append(BOARD.doing())
+        return here(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zcompile.checkpoint.durable.check_all", noted)
+        for durable in (True, True, False):
+            fields = {"durable": True, "disk": disk} if durable else {}
+            model = zcompile.offload(words(blocks=1), mesh=mesh, **BUDGETS, **fields)
+            optimizer = adamw(model.parameters())
+            try:
+                zcompile.resume(disk, model, optimizer)
+            except NothingCommitted:
+                zcompile.save(disk, model, optimizer)
+            zcompile.close(model)
+    return seen
+
+
+def test_a_rank_that_checks_a_commit_is_busy(pool, tmp_path):
+    """So that the others wait for it, for longer than `rank_timeout` too."""
+    for seen in pool.run(checked, 2, str(tmp_path)):
+        assert len(seen) == 3, "its own part, and then those of both"
+        for text in seen:
+            assert f"reading {tmp_path}; checking {tmp_path}/rank-" in text
 
 
 def too_little_memory_on_one(mesh):

@@ -20,6 +20,8 @@ from rank_models import (
 )
 from safetensors.torch import load_file
 from sampled import sampled, sampled_rows
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import zcompile
@@ -279,6 +281,45 @@ def with_aux(self, ids, wanted):
     if self.aux is None:
         return found
     return found + F.cross_entropy(self.aux(x).flatten(0, 1), wanted.flatten())
+
+
+class Wide(nn.Module):
+    """Whose larger weight fits the device, and not beside its gradient and the activations."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(256, 1024)
+        self.second = nn.Linear(1024, 640)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()).square().mean()
+
+
+def in_tiles(mesh, options, rows):
+    """What is refused and warned of where weights of a graph come in tiles, with stage=2."""
+    model = zcompile.offload(Wide(), mesh=mesh, **ROOMY, stage=2)
+    run, refused = torch.compile(model, backend="zinf", options=options), ""
+    with warnings_of("zcompile.frontend.ranks") as said:
+        try:
+            run(torch.ones(rows, 256)).backward()
+        except BackendCompilerFailed as error:
+            refused = str(error)
+    digest(model.parameters())  # what was there before is there
+    zcompile.close(model)
+    return refused, said
+
+
+def test_tiles_that_options_ask_for_are_refused_beside_whole_weights(pool):
+    for refused, said in pool.run(in_tiles, 2, {"tile_bytes": "24KiB"}, 8):
+        assert "Unsupported: torch.compile(options={'tile_bytes': 24576}) is asked for" in refused
+        assert not said
+
+
+def test_tiles_for_want_of_room_are_told_of_beside_whole_weights(pool):
+    for refused, (text,) in pool.run(in_tiles, 2, {}, 200):
+        assert not refused
+        assert "stage=2 was asked for, and graph0 has no room for all of 'second.weight'" in text
 
 
 def losing_a_head(mesh, fields):

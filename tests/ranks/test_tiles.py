@@ -8,7 +8,7 @@ from sampled import sampled_rows
 from torch import nn
 
 import zcompile
-from zcompile.errors import Unsupported
+from zcompile.errors import RankFailed, Unsupported
 from zcompile.ir.partition import SharedRange
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -130,18 +130,24 @@ def test_parts_of_tiles_are_fetched_from_disk(pool, tmp_path):
 
 
 def with_a_hook(mesh):
+    """What each rank meets where one of them has a hook."""
+    rank = mesh.get_local_rank()
     model = zcompile.offload(words(blocks=1), mesh=mesh, **TILES)
-    model.head.weight.register_hook(lambda grad: grad)
+    if rank == mesh.size() - 1:
+        model.head.weight.register_hook(lambda grad: grad)
     run = torch.compile(model, backend="zinf")
-    with pytest.raises(Unsupported) as refused:
-        run(*drawn(0, 0, 200, 8)).backward()
+    with pytest.raises((Unsupported, RankFailed)) as refused:
+        run(*drawn(0, rank, 200, 8)).backward()
     zcompile.close(model)
-    return str(refused.value)
+    return type(refused.value).__name__, str(refused.value)
 
 
-def test_a_hook_that_would_see_tiles_is_refused(pool):
-    (text,) = pool.run(with_a_hook, 1)
-    assert "'head.weight' has a hook, its gradient is made in tiles, and several ranks" in text
+def test_a_hook_that_would_see_tiles_is_refused_on_all_ranks(pool):
+    (failed, why), (kind, text) = pool.run(with_a_hook, 2)
+    assert (failed, kind) == (RankFailed.__name__, Unsupported.__name__)
+    assert "rank 1 on " in why
+    for said in (why, text):
+        assert "'head.weight' has a hook, its gradient is made in tiles, and several ranks" in said
 
 
 # --- Slices, which each rank takes of its own batch ---

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from zcompile.errors import TierFull, ValueUnset
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import Bytes, KiB, MiB
+from zcompile.runtime.transfer.ticket import Promise
 
 SMALL = Bytes(256 * KiB)
 
@@ -149,6 +150,20 @@ def test_disjoint_parts_of_an_entry_do_not_wait_for_each_other(open_store):
     slow = store.put(entry, store.arena.slot(0, 512 * KiB))
     store.fetch(entry, store.arena.slot(1 * MiB, 512 * KiB), begin=512 * KiB).join_compute()
     assert not slow.done()
+
+
+def test_a_fetch_of_nothing_is_over_when_what_it_comes_after_is(store):
+    """As of a tile of which a rank has no part: a gather into the slot relies on it."""
+    entry, before = store.create("w", EntryKind.PARAM, 1 * KiB), Promise()
+    ticket = store.fetch(entry, store.arena.slot(0, 0), after=(before,))
+    assert not ticket.done()
+    before.finish()
+    assert ticket.done()
+    ticket.wait()
+    before = Promise()
+    before.finish(OSError("torn"))
+    with pytest.raises(OSError, match="torn"):
+        store.fetch(entry, store.arena.slot(0, 0), after=(before,)).wait()
 
 
 def test_a_fetch_into_a_slot_waits_for_the_put_that_leaves_it(open_store):

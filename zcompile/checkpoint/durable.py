@@ -30,8 +30,9 @@ from zcompile.checkpoint.together import Meetings
 from zcompile.errors import DurableDamaged, NothingCommitted, Unsupported, ZinfError
 from zcompile.ir.partition import Partition
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.units import show_size
 from zcompile.runtime.closing import open_stores
-from zcompile.runtime.durable.check import check_all
+from zcompile.runtime.durable.check import bytes_to_check, check_all
 from zcompile.runtime.durable.commit import CommitLog, Named
 from zcompile.runtime.durable.directory import check_data
 from zcompile.runtime.durable.index import INDEX_NAME, Index, SmallTensor, StoredTensor
@@ -48,6 +49,7 @@ from zcompile.runtime.io.files import (
     unusable_error,
 )
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
+from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
@@ -268,7 +270,7 @@ def resume_durable(
     if found is None:
         raise _nothing_in(commit_log.files.home, commit_log.given)
     _check_own(commit_log, found, ranks)
-    check_all(found, commit_log.files.directories)
+    _check_sums(found, commit_log.files.directories)
     adopter = Recovery(commit_log, found)
     source = DurableSource(commit_log.files.home.path, found, commit_log.files.smalls, adopter)
     extra = restore(source, model, optimizer, meetings.ready)
@@ -321,6 +323,17 @@ def _continue_from(
         "%s: resumed at step %d, of %d ranks", commit_log.given, index.step, len(world.paths)
     )
     return {**extra, "step": index.step}
+
+
+def _check_sums(found: Index, directories: Sequence[Directory]) -> None:
+    """Compare every checksum of a commit. It may take long, and longer on one rank than on
+    another: a rank is busy meanwhile.
+
+    raises  DurableDamaged, DiskUnusable
+    """
+    total = bytes_to_check(found)
+    with working(f"checking {directories[0].path}", total, show_size) as work:
+        check_all(found, directories, lambda read, _: work.at(read))
 
 
 def _nothing_in(home: Directory, directory: Path) -> ZinfError:
@@ -452,7 +465,7 @@ def _source(
         raise
     except OSError as error:
         raise unusable_error(path, error) from error
-    check_all(index, directories)
+    _check_sums(index, directories)
     return DurableSource(directories[0].path, index, smalls, Copier(directories))
 
 

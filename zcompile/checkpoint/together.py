@@ -20,6 +20,7 @@ from zcompile.errors import (
     RanksDiffer,
     ZinfError,
 )
+from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
 
 SAVING = "save"
@@ -174,7 +175,7 @@ def reading(fabric: Fabric | None, where: str) -> Iterator[Meetings]:
 
     What fails on one rank before that raises on all, and the run can go on; what fails after it
     ends the session of all, as a failure in the middle of a step does. At the end all are known to
-    have read theirs.
+    have read theirs. Ranks wait for each other for as long as one reads or checks.
 
     fabric  None: one process reads
     where   the checkpoint, for people; ranks may have it under different names
@@ -184,13 +185,17 @@ def reading(fabric: Fabric | None, where: str) -> Iterator[Meetings]:
         yield Meetings()
         return
     together = _ReadTogether(fabric, Path(where), "")
-    with together.telling():
+    with working(f"reading {where}"), together.telling():
         try:
             yield _MeetingsOfRanks(together)
-        except (RankFailed, RanksDiffer):
-            raise
-        except Exception as error:
-            if together.met_last:
+            fabric.agree("have read a checkpoint")
+        except BaseException as error:
+            if _ends_ranks(error, together) and ENDED not in getattr(error, "__notes__", ()):
                 error.add_note(ENDED)
             raise
-        fabric.agree("have read a checkpoint")
+
+
+def _ends_ranks(error: BaseException, together: _ReadTogether) -> bool:
+    """Whether the ranks cannot go on after an error."""
+    told_at_the_next_meeting = isinstance(error, together.TOLD) and not together.met_last
+    return isinstance(error, (RankFailed, RanksDiffer)) or not told_at_the_next_meeting

@@ -19,6 +19,7 @@ from torch import fx
 from zcompile.config import Config, with_plan_options
 from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError
 from zcompile.frontend.fusions import compiler_of
+from zcompile.frontend.ranks import refuse_tiles, tell_of_tiles
 from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
@@ -91,6 +92,7 @@ def zinf(
         raise ConfigInvalid("mode", mode, "means nothing to backend='zinf'; leave it out")
     specs, session = describe(example_inputs)
     config = with_plan_options(session.config if session else Config(), options or {})
+    refuse_tiles(config, session.fabric if session else None)
     number = next(session.numbers) if session else 0
     dumped = open_run(config, session.dumps if session else {})
     watch = Watcher(f"graph{number}", dumped)
@@ -242,6 +244,9 @@ class _Graph:
         plan = GraphPlan(params, budget, before)
         plan = self._run(gm, plan, around)
         # What the session tells of its graphs.
+        shared = [plan.params[NodeName(name)] for name in plan.cuts or ()]
+        tiled = [param.name for param in shared if param.share is not None]
+        tell_of_tiles(self.config, self.watch.name, tiled)
         if plan.roundings:
             _log_roundings(self.watch.name, plan.roundings)
         if session is not None:

@@ -34,7 +34,13 @@ from zcompile.frontend.movable import (
     wrapper_of,
 )
 from zcompile.frontend.owners import open_owned
-from zcompile.frontend.ranks import agree_on, check_stage, config_of_rank, open_fabric
+from zcompile.frontend.ranks import (
+    agree_on,
+    check_stage,
+    config_of_rank,
+    open_fabric,
+    ready_together,
+)
 from zcompile.frontend.replan import StepController
 from zcompile.frontend.rescheduling import Rescheduling
 from zcompile.ir.handles import REBUILD_ADVICE, disown
@@ -168,47 +174,65 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 def move_in(session: Session, model: nn.Module) -> nn.Module:
     """Move the plain parameters of `model` to the tiers of `session`.
 
-    If one cannot move, all stay plain, and the session is closed if it has no others. Not so what
-    several ranks have moved by then: no rank has all of it.
-    raises  as `offload`
+    If one cannot move, all stay plain, and the session is closed if it has no others. Several ranks
+    first find out, and tell each other, whether each has room for all; what fails after that ends
+    the session of all, since no rank has all of what was moved.
+    raises  as `offload`; Unsupported, if another rank has no room, or refuses a parameter
     """
     plain = [(name, p) for name, p in model.named_parameters() if not isinstance(p, TieredTensor)]
+    sole = len(plain) == len(list(model.parameters()))
     moved: list[tuple[nn.Parameter, torch.device]] = []
+    rooms: dict[int, TieredTensor] = {}
+    first: dict[int, Any] = {}
+    foreseen = 0, 0
     try:
-        for name, param in plain:
-            check_movable(name, param)
-        check_nodes(plain)
-        first = first_in_memory(plain)
-        sizes = [(Layout.of(p).nbytes, p) for _, p in plain]
-        session.homes.foresee(
-            sum(nbytes for nbytes, p in sizes if id(p) not in first),
-            sum(nbytes for nbytes, p in sizes if p.requires_grad),
-        )
+        with ready_together(session.fabric, "take in parameters"):
+            for name, param in plain:
+                check_movable(name, param)
+            check_nodes(plain)
+            first.update(first_in_memory(plain))
+            sizes = [(Layout.of(p).nbytes, p) for _, p in plain]
+            foreseen = (
+                sum(nbytes for nbytes, p in sizes if id(p) not in first),
+                sum(nbytes for nbytes, p in sizes if p.requires_grad),
+            )
+            session.homes.foresee(*foreseen)
+            if session.fabric is not None:
+                once = [row for row in model.named_parameters() if id(row[1]) not in first]
+                of_entries = _of_entries(once)
+                check_stage(session.config, of_entries, session.device_budget, session.fabric)
+                for name, param in plain:
+                    if id(param) not in first:
+                        rooms[id(param)] = _blank(session, name, param)
         nbytes = sum(nbytes for nbytes, _ in sizes)
-        if session.fabric is not None:
-            agree_on_parameters(session.fabric, plain)
-            once = [row for row in model.named_parameters() if id(row[1]) not in first]
-            check_stage(session.config, _of_entries(once), session.device_budget, session.fabric)
         told = told_to_ranks(session.fabric)
         with told, working("offloading the model", nbytes, show_size) as work:
+            if session.fabric is not None:
+                agree_on_parameters(session.fabric, plain)
             for name, param in plain:
                 deliver_interrupts()
                 work.begin(name)
                 moved.append((param, param.device))
-                _become_tiered(session, name, param, first.get(id(param)))
+                room = rooms.pop(id(param), None)
+                _become_tiered(session, name, param, first.get(id(param)), room)
+                del room
                 work.add(Layout.of(param).nbytes, name)
             _tell_unlike(session, plain)
     except BaseException:
+        rooms.clear()  # a traceback would keep them
         if session.fabric is None:
             _undo(moved)
-        if len(plain) == len(list(model.parameters())):
+        if sole:
             session.close()
+        elif session.fabric is None or not moved:
+            session.homes.foresee(-foreseen[0], -foreseen[1])
         raise
-    _log_other_holders(model)
-    _move_buffers(model, session.device.torch_device)
-    if session.fabric is not None:
-        agree_on_buffers(session.fabric, model)
-    session.belong_to(model)
+    with told_to_ranks(session.fabric):
+        _log_other_holders(model)
+        _move_buffers(model, session.device.torch_device)
+        if session.fabric is not None:
+            agree_on_buffers(session.fabric, model)
+        session.belong_to(model)
     return model
 
 
@@ -272,6 +296,18 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
     raises  as `offload`
     """
     session = open_session(build(config, fields, "zcompile.init"))
+    with told_to_ranks(session.fabric):
+        with _taking_in(session) as modules:
+            yield
+        alive = [module for ref in modules.values() if (module := ref()) is not None]
+        _finish(session, alive)
+    _check_stage(session, alive)
+
+
+@contextmanager
+def _taking_in(session: Session) -> Iterator[dict[int, weakref.ref[nn.Module]]]:
+    """A context in which parameters that are registered become tiered; the modules that are made
+    in it."""
     modules: dict[int, weakref.ref[nn.Module]] = {}
     lent: list[TieredTensor] = []
     """Parameters whose values were in memory that others held."""
@@ -303,13 +339,10 @@ def init(config: Config | None = None, **fields: Any) -> Iterator[None]:
             hooks.callback(register_module_module_registration_hook(note).remove)
             hooks.enter_context(one_weight_at_a_time())
             work = hooks.enter_context(working("building the model", unit=show_size))
-        with told_to_ranks(session.fabric):
-            yield
+        yield modules
     finally:
         with deferred_interrupts():
             hooks.close()
-    alive = [module for ref in modules.values() if (module := ref()) is not None]
-    _finish(session, alive)
 
 
 ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -422,11 +455,22 @@ def session_behind(model: nn.Module) -> Session:
     raise _not_offloaded()
 
 
-def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
-    """A tiered tensor with the value of `param`; unset for one on meta."""
+def _blank(session: Session, name: str, param: Tensor) -> TieredTensor:
+    """A tiered tensor with room for `param`, or for this rank's share; unset for one on meta.
+
+    raises  TierFull
+    """
     layout = Layout.of(param)
     entry = session.create_for(name, EntryKind.PARAM, layout, unset=param.is_meta)
-    made = TieredTensor.over(entry, layout)
+    return TieredTensor.over(entry, layout)
+
+
+def _tiered(
+    session: Session, name: str, param: Tensor, room: TieredTensor | None = None
+) -> TieredTensor:
+    """A tiered tensor with the value of `param`; unset for one on meta. room: made for it."""
+    made = _blank(session, name, param) if room is None else room
+    entry, layout = made.entry, made.entry_layout
     if session.fabric is not None:
         param = agreed_value(session.fabric, name, param, partial(session.unlike.add, entry.key))
     if not param.is_meta:
@@ -435,14 +479,17 @@ def _tiered(session: Session, name: str, param: Tensor) -> TieredTensor:
 
 
 @uninterrupted
-def _become_tiered(session: Session, name: str, param: Any, first: Any = None) -> None:
+def _become_tiered(
+    session: Session, name: str, param: Any, first: Any = None, room: TieredTensor | None = None
+) -> None:
     """Turn the parameter object itself into a tiered one; whoever holds it holds the tiered one.
 
     first  a tiered parameter that showed the same memory, and shows the same entry
+    room   for its value; None: it is made now
     """
     grad, marks, value = param.grad, dict(vars(param)), param.detach()
     tiered = (
-        _tiered(session, name, value)
+        _tiered(session, name, value, room)
         if first is None
         else TieredTensor.sharing(first, Layout.of(value))
     )
@@ -559,6 +606,14 @@ def _finish(session: Session, modules: list[nn.Module]) -> None:
             session.belong_to(root)
         _tell_unlike(session, root.named_parameters())
     session.unlike.clear()  # also of what is in no module any more
+
+
+def _check_stage(session: Session, modules: list[nn.Module]) -> None:
+    """Close the session if the device cannot hold what it is to keep whole of a model that is
+    built; each rank finds that by itself.
+
+    raises  BudgetExceeded
+    """
     if session.fabric is not None:
         built = (p for module in modules for p in module._parameters.values() if p is not None)
         named = [(p.entry.name, p) for p in built if isinstance(p, TieredTensor)]

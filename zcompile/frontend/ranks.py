@@ -5,8 +5,10 @@ parameter is a share (`ir/partition.py`); what crosses between them goes through
 (`runtime/ranks/fabric.py`).
 """
 
+import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from zcompile.errors import (
     BudgetExceeded,
     ConfigInvalid,
     Unsupported,
+    ZinfError,
     more_device_memory,
 )
 from zcompile.ir.partition import partition_of
@@ -30,9 +33,13 @@ from zcompile.ir.version import VERSION
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
-from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
 from zcompile.runtime.ranks.meeting import meet
 
+log = logging.getLogger("zcompile.frontend.ranks")
+
+READY, FAILED = bytes(DIGEST_BYTES), b"\1" + bytes(DIGEST_BYTES - 1)
+"""What a rank says when it knows whether it can take part."""
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Environment variables in which torchrun and the like, Open MPI, and MPICH give the number of
 processes. SLURM's is not among them: it says the same to a script that runs once."""
@@ -136,6 +143,33 @@ def _refuse_unready(config: Config) -> None:
         )
 
 
+def refuse_tiles(config: Config, fabric: Fabric | None) -> None:
+    """Refuse that the options of one graph cut what is to be kept whole. raises  Unsupported"""
+    if fabric is not None and config.stage == 2 and config.tile_bytes is not None:
+        raise Unsupported(
+            f"torch.compile(options={{'tile_bytes': {config.tile_bytes}}}) is asked for, and "
+            "stage=2, which keeps all of each weight on every rank: what comes in tiles is "
+            "gathered for every use, as with stage=3",
+            "leave tile_bytes out, or give stage=3 to zcompile.offload",
+        )
+
+
+def tell_of_tiles(config: Config, graph: str, tiled: Sequence[str]) -> None:
+    """Warn that weights of a graph come in tiles which are to be kept whole: there is no room for
+    one beside what the graph holds.
+
+    tiled  names of weights that ranks hold shares of
+    """
+    if config.stage == 2 and tiled:
+        log.warning(
+            "stage=2 was asked for, and %s has no room for all of %s at once: what comes in tiles "
+            "is gathered for every use, as with stage=3; give more device_memory, or smaller "
+            "batches",
+            graph,
+            ", ".join(map(repr, tiled)),
+        )
+
+
 def config_of_rank(config: Config, fabric: Fabric) -> Config:
     """What this rank opens: directories of its own, and its part of the machine's memory where no
     budget is given."""
@@ -171,6 +205,35 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
     same = {name: value for name, value in rows.items() if name != "residency"}
     derived = [getattr(config, name) for name in DERIVED]
     fabric.agree("offload a model", sorted(same.items()), derived, text=text)
+
+
+@contextmanager
+def ready_together(fabric: Fabric | None, what: str) -> Iterator[None]:
+    """A context in which a rank finds out whether it can take part in `what`; it changes nothing
+    that its own failure does not undo. At its end ranks tell each other: what fails on one raises
+    on all, and the session lives on.
+
+    fabric  None: this process is alone
+    raises  Unsupported, if another rank cannot; RanksDiffer, RankFailed
+    """
+    if fabric is None:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        with suppress(ZinfError):  # the session has ended, which its ranks know
+            fabric.tell(what, FAILED, text=f"{type(error).__name__}: {error}")
+        raise
+    except BaseException as error:
+        fabric.failed_here(error)
+        raise
+    for rank, (said, text) in enumerate(fabric.tell(what, READY)):
+        if said == FAILED:
+            raise Unsupported(
+                f"rank {rank} on {fabric.hosts[rank]} cannot {what}, so that no rank does: {text}",
+                "mend that, and call it again on all ranks: nothing has changed",
+            )
 
 
 def check_stage(

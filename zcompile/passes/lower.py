@@ -220,7 +220,7 @@ class _Lowering:
         updated = () if value.share.register is None else (self._mark(value.share.updated - 1),)
         after = (*self._after_agreement(Gather), fetched, *updated)
         slot, tile = _slot_of(value), value.share.tile
-        if not value.share.nbytes:  # nothing is fetched, so that nothing else waits for these
+        if not value.share.nbytes:  # nothing is fetched: other ranks' bytes wait for these
             after = (*after, *self._fetches[fetched].after)
         return Gather(value.entry, value.nbytes, slot, self._ticket(), after, value.name, tile)
 

@@ -283,13 +283,15 @@ class Executor:
 
         entries  what the handles name, if the caller knows; else it is read from the handles
         of       the call that it is a part of, which is recorded; None: nothing is recorded
-        raises   what a transfer raised; Unsupported, if another thread is in a call
+        raises   what a transfer raised; Unsupported, if another thread is in a call; what the ranks
+                 have failed with before, also where nothing would cross
         """
         recorded = schedule if of is ... else of
         if self.store.fabric is None:
             self._end_step(schedule)
             with deferred_interrupts():
                 return self._run(schedule, args, entries, recorded)
+        self.store.fabric.check()
         # An interrupt waits until the call is over, since the others wait for what comes after.
         with deferred_interrupts(), told_to_ranks(self.store.fabric):
             self._end_step(schedule)

@@ -130,11 +130,15 @@ class DataReader:
             )
 
 
+def bytes_to_check(index: Index) -> int:
+    """How many bytes `check_all` reads."""
+    return sum(p.end - p.begin for tensor in index.tensors for p in tensor.pieces)
+
+
 def check_all(index: Index, directories: Sequence[Directory], done: Progress | None = None) -> int:
     """Compare every checksum of a commit; returns how many bytes were read. raises DurableDamaged,
     OSError"""
-    total = sum(p.end - p.begin for tensor in index.tensors for p in tensor.pieces)
-    read = 0
+    total, read = bytes_to_check(index), 0
     with DataReader(directories) as data:
         for tensor in index.tensors:
             if tensor.sum not in SUMS:

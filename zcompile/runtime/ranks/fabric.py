@@ -615,7 +615,7 @@ class Fabric:
         self.fail(error if isinstance(error, ZinfError) else self._watch.failed_here(error))
 
     def check(self) -> None:
-        """raises  what has failed before"""
+        """The door of whatever uses values: they may be new in part. raises  what has failed"""
         if self._error is not None:
             raise self._error
 

@@ -52,7 +52,7 @@ from zcompile.runtime.tiers.device import DeviceTier
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, compute_marks
-from zcompile.runtime.transfer.ticket import Ready, Ticket
+from zcompile.runtime.transfer.ticket import Behind, Ticket
 from zcompile.runtime.transfer.transfer import Add, Fetch, InFlight, Put, ReadBack, Transfer
 
 # --- Deferred changes ---
@@ -629,7 +629,7 @@ class Store:
         """
         self.enter(entry.name)
         if not target.numel():
-            return Ready()  # a tile of which this rank holds nothing
+            return Behind(after)  # a tile of which this rank holds nothing
         self._prepare_read(entry, ahead)
         window, padded = self.arena.window_and_holds(target)
         place, context = entry.place, self._context
@@ -871,7 +871,13 @@ class Store:
                 self._dead.extend(_copies(entry))
 
     def _prepare_read(self, entry: Entry, ahead: bool = False) -> None:
-        """Before a read: check that the entry has a value, and apply what is deferred."""
+        """Before a read: check that the entry has a value, and apply what is deferred.
+
+        Where ranks cannot go on, nothing is read, of what is whole on each of them neither: one may
+        have other values than another. raises  ValueUnset; what the ranks have failed with
+        """
+        if self.fabric is not None:
+            self.fabric.check()
         if entry.unset:
             raise ValueUnset(entry.name)
         if not ahead:

@@ -9,7 +9,7 @@ store nor the end of the interpreter waits for them.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
@@ -51,6 +51,24 @@ class Ready:
 
     def join_compute(self) -> None:
         return
+
+
+class Behind:
+    """The ticket of no bytes at all: it is finished when others are."""
+
+    def __init__(self, others: Sequence[Ticket]) -> None:
+        self._others = tuple(others)
+
+    def done(self) -> bool:
+        return all(ticket.done() for ticket in self._others)
+
+    def wait(self) -> None:
+        for ticket in self._others:
+            ticket.wait()
+
+    def join_compute(self) -> None:
+        for ticket in self._others:
+            ticket.join_compute()
 
 
 class Promise:

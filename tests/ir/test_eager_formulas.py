@@ -103,6 +103,7 @@ def computed(function, args, leaves):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_of_all_ops_of_torchs_table_only_what_is_listed_has_other_bits_when_traced(dtype):
     # Torch's table takes seconds to import.

@@ -89,7 +89,7 @@ def moving(**how):
 
 
 def test_forward_and_backward_move_four_bytes_in_and_two_out(each_alone):
-    run = moving()
+    run = moving(fields={"max_lead": 0, "updates": "device"})
     moved = crossed_by(run.model, lambda: run.backward(STEPS))
     assert moved["h2d"] == pytest.approx(4.0, abs=0.05)
     assert moved["d2h"] == pytest.approx(2.0, abs=0.05)

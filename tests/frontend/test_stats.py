@@ -11,7 +11,7 @@ import zcompile
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
 
-COUNTS = ("steps", "graphs", "regions", "distinct_regions", "gathers")
+COUNTS = ("steps", "graphs", "regions", "distinct_regions", "gathers", "updates_on_host")
 GROUPS = {
     "bytes": ({"disk_read", "disk_write", "h2d", "d2h"}, int),
     "seconds": ({"compute", "stall", "optimizer"}, float),

@@ -35,12 +35,13 @@ def test_a_gather_waits_for_what_still_reads_bytes_that_it_fills():
         _after=lambda tickets: [f"ticket {t}" for t in tickets],
         _fabric=SimpleNamespace(
             gather=lambda *args: given_over.append(args) or "promise",
-            share_of=lambda whole: (0, whole.numel() // 2),
+            share_of=lambda whole, tile: (0, whole.numel() // 2),
         ),
     )
     gather = Gather(EntryIndex(0), 2048, Slot(1024, 2048), Ticket(7), (Ticket(3),), "w")
     _Call._gather(call, gather)
-    ((whole, name, after),) = given_over
+    ((whole, name, after, tile),) = given_over
+    assert tile is None
     assert (whole.numel(), name) == (2048, "w")
     assert asked == [(1024, 0), (2048, 1024)], "its own share may still be stored from there"
     assert after == ["begun", "ticket 3", "a store of an earlier call"]

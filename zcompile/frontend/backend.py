@@ -43,6 +43,7 @@ from zcompile.ir.torch_compat import (
     save_unchecked,
     unheard_graphs,
     without_modes,
+    without_python_kernels,
 )
 from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, ParamSpec, Phase
 from zcompile.machine.files import find as find_machine
@@ -104,10 +105,12 @@ def zinf(
     if session is not None:
         session.meter.count("graphs")
         remember_frame(session)
-    backend = aot_backend(
-        graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS, LEFT_WHOLE
-    )
-    with working(f"compiling {watch.name}"), unheard_graphs():
+    backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS)
+    with (
+        working(f"compiling {watch.name}"),
+        unheard_graphs(),
+        without_python_kernels(LEFT_WHOLE),
+    ):
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # on purpose: what torch cannot trace raises of no one class

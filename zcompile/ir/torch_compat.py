@@ -167,25 +167,18 @@ def aot_backend(
     inference: Compiler,
     partition: Partition,
     formulas: Mapping[Dispatched, Callable[..., Any]] = MappingProxyType({}),
-    left_whole: Iterable[Dispatched] = (),
 ) -> Callable[..., Any]:
     """A Dynamo backend: AOTAutograd with our partitioner and compilers.
 
-    formulas    op -> what is traced in its place
-    left_whole  ops that are not taken apart by formulas of torch's in Python
+    formulas  op -> what is traced in its place
     """
-    traced: Callable[..., Any] = _aot_autograd(
+    backend: Callable[..., Any] = _aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         decompositions=formulas,
     )
-
-    def backend(*args: Any) -> Any:
-        with without_python_kernels(left_whole):
-            return traced(*args)
-
     return backend
 
 

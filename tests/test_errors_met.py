@@ -219,7 +219,7 @@ def test_a_device_without_the_memory_that_is_asked_for(tmp_path):
             {"device_memmory": 1},
             UnknownOption,
             "zcompile.offload does not know 'device_memmory'; did "
-            r"you mean 'device_memory'\? \(known: activations, .*tile_bytes\)",
+            r"you mean 'device_memory'\? \(known: activations, .*tile_bytes, updates\)",
         ),
         ({"device_memory": "20 apples"}, ConfigInvalid, "device_memory='20 apples' cannot be used"),
         ({"device_memory": 20}, ConfigInvalid, "20 means 20 bytes; did you mean '20GiB'"),

@@ -172,12 +172,15 @@ def training(name: str) -> Iterator[Training]:
             inside.enter_context(forced(mode.moves))
         torch._dynamo.reset()
         if mode.narrow:
-            model = zcompile.offload(narrow_runs.mlp(), device="cpu", **fields)
+            # As on CUDA, which the streams stand for.
+            model = zcompile.offload(narrow_runs.mlp(), device="cpu", updates="device", **fields)
             run = narrow_runs.Run(model, torch.compile(model, backend="zinf"))
             act = run.steps
             made = Training(name, model, mode, simulation, lambda n: act(n, n + 1))
         else:
-            model = zcompile.offload(planned_runs.gpt(mode.layers), device="cpu", **fields)
+            model = zcompile.offload(
+                planned_runs.gpt(mode.layers), device="cpu", updates="device", **fields
+            )
             compiled, optimizer = torch.compile(model, backend="zinf"), adamw(model)
             made = Training(
                 name,

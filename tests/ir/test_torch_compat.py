@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.utils import parametrize
 
 import zcompile
@@ -75,13 +75,13 @@ def arguments_of() -> None:
 def faked_at_once() -> None:
     """Torch makes the fake of such an op by one call, and it traces as any other."""
     asked = []
-    lib = torch.library.Library("zinf_contract", "FRAGMENT")
+    lib = library.Library("zinf_contract", "FRAGMENT")
     lib.define("twice(Tensor x, Device device) -> Tensor")
     lib.impl("twice", lambda x, device: 2 * x, "CompositeExplicitAutograd")
 
     def fake(x, device):
         asked.append(x)
-        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"), device
+        return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
 
     private.faked_at_once(lib, "twice", fake)
     op = torch.ops.zinf_contract.twice.default

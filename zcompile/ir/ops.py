@@ -48,17 +48,6 @@ def _full_fake(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def _without_memory(
-    handle: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, torch.device]:
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta"), device
-
-
 _FULL = (
     "(Tensor handle, SymInt[] size, SymInt[] stride, SymInt offset, ScalarType dtype, "
     "Device device) -> Tensor"
@@ -79,7 +68,7 @@ def gather(
 
 
 # Tracing meets it as often as the ops of the model.
-faked_at_once(_LIBRARY, "gather", _without_memory)
+faked_at_once(_LIBRARY, "gather", _full_fake)
 
 
 @declare(f"fetch{_FULL}", fake=_full_fake)

@@ -890,24 +890,22 @@ def says_not_resizable(error: RuntimeError) -> bool:
     return "resize storage that is not resizable" in str(error)
 
 
-def faked_at_once(
-    lib: library.Library, name: str, fake: Callable[..., tuple[Tensor, torch.device]]
-) -> None:
+def faked_at_once(lib: library.Library, name: str, fake: Callable[..., Tensor]) -> None:
     """Let tracing take the results of the op `name` of `lib` from `fake`, and ask nothing else of
     the op: going through what is registered as its fake takes several times as long. With
     tensors of another tracing, and with real ones, it goes that way.
 
-    fake  is given the arguments of the op; returns a tensor on the device "meta", which nobody else
-          has, and the device that it is to show
+    fake  is given the arguments of the op, of which the last is the device that the result shows;
+          makes a tensor on that, which nobody else has
     """
 
     def rule(mode: Any, func: Dispatched, types: Any, args: Any, kwargs: Any) -> Any:
         given = [x for x in args if isinstance(x, Tensor)]
-        if not all(isinstance(x, FakeTensor) and x.fake_mode is mode for x in given):
+        if kwargs or not all(isinstance(x, FakeTensor) and x.fake_mode is mode for x in given):
             # A tensor that is not of what is traced: torch says so, or makes it a fake.
             return mode.__torch_dispatch__(func, types, args, kwargs)
-        made, device = fake(*args, **kwargs)
-        return FakeTensor(mode, made, device)
+        *rest, device = args
+        return FakeTensor(mode, fake(*rest, torch.device("meta")), device)
 
     library.register_torch_dispatch(f"{lib.ns}::{name}", _FakeTensorMode, rule, lib=lib)
 

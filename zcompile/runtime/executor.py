@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from zcompile.errors import ParameterChanged, TierFull, Unsupported, UpdateBroken
+from zcompile.errors import ParameterChanged, TierFull, Unsupported
 from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
     Agree,
@@ -568,7 +568,7 @@ class _Call:
                 self.foresight.abandon()
                 self.held.abandon()
                 self.in_flight.abandon()
-            if broken and isinstance(error, Exception) and not isinstance(error, UpdateBroken):
+            if broken and isinstance(error, Exception):  # not an interrupt, which goes on
                 raise broken from error
             raise
         self.held.end(self.values)

@@ -8,7 +8,7 @@ A row of which an operand rests elsewhere by then goes through the device, as an
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +59,8 @@ class HostWalk:
     def __init__(self, store: Store, entries: Sequence[Entry], late: LateUpdates) -> None:
         self._store, self._entries, self._late = store, entries, late
         self._lent: dict[Register, tuple[Borrow, Lent]] = {}
+        self._begun: set[EntryIndex] = set()
+        """Entries that a chunk was written of, or was to be."""
         self._written: Counter[EntryIndex] = Counter()
         """Chunks of each entry that were written."""
         self._plain: dict[int, tuple[Any, Any]] = {}
@@ -74,10 +76,7 @@ class HostWalk:
         self._lent[borrow.register] = borrow, lent
 
     def compute(self, run: Run, values: Sequence[Any]) -> None:
-        """Compute a region.
-
-        raises  UpdateBroken, if it fails: what it writes may be written in part
-        """
+        """Compute a region. raises  whatever it fails with; the call breaks off"""
         lent = {
             register: self._lent.pop(register) for register in run.inputs if register in self._lent
         }
@@ -86,24 +85,26 @@ class HostWalk:
             for r in run.inputs
         ]
         writing = [(borrow, each) for borrow, each in lent.values() if borrow.writes]
-        try:
-            run.region.call(*given)
-            for _, each in writing:
-                each.give_back()
-        except Exception as error:
-            raise self._broken({borrow.entry for borrow, _ in writing}, error) from error
+        self._begun.update(borrow.entry for borrow, _ in writing)
+        run.region.call(*given)
+        for _, each in writing:
+            each.give_back()
         self._written.update(borrow.entry for borrow, _ in writing)
 
     def broke_off(self, schedule: Schedule, error: BaseException) -> UpdateBroken | None:
-        """The call failed, wherever: refuse every use of what was written in part, since a chunk of
-        a row was computed and its last one was not; None, if there is no such row."""
-        chunks = Counter(
-            x.entry
-            for x in (schedule.instructions if self._written else ())
-            if isinstance(x, Borrow) and x.on_host and x.writes
-        )
-        torn = {entry for entry, done in self._written.items() if done < chunks[entry]}
-        return self._broken(torn, error) if torn else None
+        """The call failed, wherever: refuse every use of what was perhaps written in part, since a
+        chunk of a row was begun and its last one is not over; returns the error about it, None if
+        there is no such row."""
+        if not self._begun:
+            return None
+        lent = [x for x in schedule.instructions if isinstance(x, Borrow) and x.on_host]
+        chunks = Counter(x.entry for x in lent if x.writes)
+        torn = [self._entries[at] for at in sorted(self._begun) if self._written[at] < chunks[at]]
+        if not torn:
+            return None
+        named = [*(e for e in torn if e.kind is EntryKind.PARAM), *torn]
+        broken = self._late.broke_off({named[0].name: torn}, error)
+        return UpdateBroken(broken.name, broken.step, broken.why)
 
     def _on_host(self, value: Any) -> Any:
         """A plain operand in the host's memory; of one on the device, once that has made it."""
@@ -112,11 +113,3 @@ class HostWalk:
         if id(value) not in self._plain:
             self._plain[id(value)] = value, value.cpu()
         return self._plain[id(value)][1]
-
-    def _broken(self, torn: Collection[EntryIndex], error: BaseException) -> UpdateBroken:
-        """The error where a row failed that writes these entries; from then on every use of them is
-        refused."""
-        written = [self._entries[index] for index in sorted(torn)]
-        named = [*(e for e in written if e.kind is EntryKind.PARAM), *written]
-        broken = self._late.broke_off({named[0].name: written}, error)
-        return UpdateBroken(broken.name, broken.step, broken.why)

@@ -485,7 +485,8 @@ class Session(Store):
         """Walk a part of the call `of` of an optimizer, which is recorded in its place; None:
         nothing is."""
         self.executor.run(schedule, inputs, entries, of)
-        self.meter.count("updates_on_host", sum(row.on_host for row in schedule.rows))
+        if self.host_updates.wanted:
+            self.meter.count("updates_on_host", sum(row.on_host for row in schedule.rows))
 
     def note_call(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Record a call of an optimizer of which nothing is walked yet."""

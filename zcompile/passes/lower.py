@@ -106,7 +106,6 @@ class _Lowering:
         self._bucket: list[Piece] = []
         self._offloads: dict[Ticket, Ticket] = {}
         """Number of an offload -> its ticket."""
-        self._fetches: dict[Ticket, Fetch] = {}
 
     def instructions(self) -> list[Instruction]:
         starting: dict[int, list[ReadValue]] = defaultdict(list)
@@ -135,7 +134,6 @@ class _Lowering:
             self._depart(n)
             for value in starting[n]:
                 fetch = self._fetch(value)
-                self._fetches[fetch.ticket] = fetch
                 rows.append(fetch)
                 self._taken_bytes += fetch.slot.nbytes
                 arrived[value.register] = fetch.ticket
@@ -220,8 +218,6 @@ class _Lowering:
         updated = () if value.share.register is None else (self._mark(value.share.updated - 1),)
         after = (*self._after_agreement(Gather), fetched, *updated)
         slot, tile = _slot_of(value), value.share.tile
-        if not value.share.nbytes:  # nothing is fetched: other ranks' bytes wait for these
-            after = (*after, *self._fetches[fetched].after)
         return Gather(value.entry, value.nbytes, slot, self._ticket(), after, value.name, tile)
 
     def _after_agreement(self, kind: type) -> tuple[Ticket, ...]:

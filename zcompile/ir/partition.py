@@ -100,7 +100,8 @@ class SharedRange:
     def of_rank(self, rank: int) -> tuple[int, int]:
         """Those of its bytes that `rank` holds, [first, last) of `nbytes`."""
         first = rank * self.share_nbytes - self.begin
-        return tuple(min(self.nbytes, max(0, at)) for at in (first, first + self.share_nbytes))  # type: ignore[return-value]  # two
+        last = first + self.share_nbytes
+        return max(0, min(self.nbytes, first)), max(0, min(self.nbytes, last))
 
     @property
     def own(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zcompile.frontend.dry_run.device import blank
 from zcompile.ir.partition import Partition, SharedRange
-from zcompile.runtime.ranks.fabric import Exchanged, Fabric, Marked
+from zcompile.runtime.ranks.fabric import Exchanged, Fabric, Marked, received
 from zcompile.runtime.transfer.ticket import Promise, Ticket
 
 
@@ -58,9 +58,7 @@ class DryRunFabric(Fabric):
         after: Sequence[Ticket],
         tile: SharedRange | None = None,
     ) -> Exchanged:
-        if tile is not None:
-            return _parts(tile.own_nbytes // flat.element_size(), flat.dtype)
-        return _parts(flat.numel() if partition is None else partition.count, flat.dtype)
+        return _parts(received(flat, partition, tile), flat.dtype)
 
     def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
         return [_parts(flat.numel(), flat.dtype) for flat in flats]

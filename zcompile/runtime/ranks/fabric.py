@@ -205,6 +205,13 @@ def _wait_for(collective: Promise) -> None:
         collective.wait()
 
 
+def received(flat: Tensor, partition: Partition | None, tile: SharedRange | None) -> int:
+    """How many elements of the gradient of each rank come to this one, as of `Fabric.exchange`."""
+    if tile is not None:
+        return tile.own_nbytes // flat.element_size()
+    return flat.numel() if partition is None else partition.count
+
+
 class Fabric:
     """The ranks of one session, and what crosses between them.
 
@@ -435,10 +442,7 @@ class Fabric:
             first, last = (0, flat.numel()) if partition is None else partition.of_rank(rank)
             return flat[first:last]
 
-        count = flat.numel() if partition is None else partition.count
-        if tile is not None:
-            count = tile.own_nbytes // width
-        parts = torch.zeros(self.size, count, dtype=flat.dtype)
+        parts = torch.zeros(self.size, received(flat, partition, tile), dtype=flat.dtype)
 
         def exchange() -> None:
             own = cut(self.rank)

@@ -75,6 +75,29 @@ def optimizer_named(name: str) -> MakeOptimizer:
     }[name]
 
 
+class Means:
+    """The gradients that one process makes of the batches of all ranks in turn, each times 1/ranks,
+    added up in the order in which they are taken."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        self._params, self._ranks = list(model.parameters()), ranks
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def take(self) -> None:
+        """Add what backward has made, and clear it."""
+        for param in self._params:
+            assert param.grad is not None
+            part = param.grad.cpu() * (1.0 / self._ranks)
+            self._sums[param] = self._sums[param] + part if param in self._sums else part
+            param.grad = None
+
+    def give(self) -> None:
+        """Make the sums the gradients of an optimizer's step."""
+        for param, total in self._sums.items():
+            param.grad = total
+        self._sums = {}
+
+
 def train(
     model: nn.Module,
     run: Callable[..., Tensor],

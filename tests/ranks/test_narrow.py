@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rank_models import batch, optimizer_named, state_of, words
+from rank_models import Means, batch, optimizer_named, state_of, words
 from sampled import sampled, sampled_rows
 from torch import nn
 from torch.nn import functional as F
@@ -45,17 +45,13 @@ def trained_alone(mesh, ranks, tied=False):
     micro-batches, each times 1/ranks, in the order of micro-batches, and of ranks within them."""
     model = words(tied=tied)
     made = optimizer_named("adamw")(model.parameters())
+    means = Means(model, ranks)
     for step in range(STEPS):
-        sums = {}
         rows = [losses_of(model, step, rank, ranks) for rank in range(ranks)]
         for loss in (loss for micro in zip(*rows, strict=True) for loss in micro):
             loss.backward()
-            for param in model.parameters():
-                part = param.grad * (1.0 / ranks)
-                sums[param] = sums[param] + part if param in sums else part
-                param.grad = None
-        for param, total in sums.items():
-            param.grad = total
+            means.take()
+        means.give()
         made.step()
         made.zero_grad()
     return state_of(model, made)
@@ -415,18 +411,15 @@ def with_hooks_and_two_graphs(mesh, ranks, fields):
         run = torch.compile(model, backend="zinf")
     model.blocks[0].up.weight.register_hook(halve)
     made = optimizer_named("adamw")(model.parameters())
+    means = Means(model, ranks)
     for step in range(2):
-        sums = {}
         here = range(ranks) if mesh is None else [mesh.get_local_rank()]
         rows = [losses_of(run, step, rank, ranks) for rank in here]
         for loss in (loss for micro in zip(*rows, strict=True) for loss in micro):
             loss.backward()
-            for param in model.parameters() if mesh is None else ():
-                part = param.grad * (1.0 / ranks)
-                sums[param] = sums[param] + part if param in sums else part
-                param.grad = None
-        for param, total in sums.items():
-            param.grad = total
+            if mesh is None:
+                means.take()
+        means.give()
         made.step()
         made.zero_grad()
     state = state_of(model, made)

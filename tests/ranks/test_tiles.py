@@ -3,7 +3,7 @@ the same tiles."""
 
 import pytest
 import torch
-from rank_models import STEPS, optimizer_named, state_of, words
+from rank_models import STEPS, Means, optimizer_named, state_of, words
 from sampled import sampled_rows
 from torch import nn
 
@@ -35,19 +35,16 @@ def trained(mesh, ranks, fields, kinds, micro=1, steps=STEPS, disk=None, lengths
     model = zcompile.offload(words(**kinds), mesh=False if mesh is None else mesh, **fields)
     optimizer = optimizer_named("adamw")(model.parameters())
     run, tokens = torch.compile(model, backend="zinf"), kinds.get("tokens", 200)
+    means = Means(model, ranks)
     for step in range(steps):
-        sums = {}
         zcompile.stats(model, reset=True)
         for number in range(micro):
             for rank in here:
                 length = lengths[step % len(lengths)]
                 run(*drawn(step, ranks * number + rank, tokens, length)).backward()
-                for param in model.parameters() if mesh is None else ():
-                    part = param.grad.cpu() * (1.0 / ranks)
-                    sums[param] = sums[param] + part if param in sums else part
-                    param.grad = None
-        for param, total in sums.items():
-            param.grad = total
+                if mesh is None:
+                    means.take()
+        means.give()
         optimizer.step()
         optimizer.zero_grad()
     stats = dict(zcompile.stats(model))
@@ -185,17 +182,14 @@ def sliced(mesh, ranks):
         optimizer_named("sgd")(model.parameters()),
         torch.compile(model, backend="zinf"),
     )
+    means = Means(model, ranks)
     for step in range(2):
-        sums = {}
         for rank in here:
             made = torch.Generator().manual_seed(10 * step + rank)
             run(torch.randn(2, 512, 64, generator=made)).backward()
-            for param in model.parameters() if mesh is None else ():
-                part = param.grad.cpu() * (1.0 / ranks)
-                sums[param] = sums[param] + part if param in sums else part
-                param.grad = None
-        for param, total in sums.items():
-            param.grad = total
+            if mesh is None:
+                means.take()
+        means.give()
         optimizer.step()
         optimizer.zero_grad()
     by = {row["by"] for row in zcompile.stats(model)["inexact"]}

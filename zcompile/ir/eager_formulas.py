@@ -55,7 +55,8 @@ def _kept(mask: Tensor, dtype: torch.dtype, keep: float) -> Tensor:
 
 def _dropout(x: Tensor, p: float, train: bool | None) -> Any:
     keep = 1 - p
-    if _within.get() or x.device.type != "cpu" or train is False or not 0 < keep < 1:
+    on_cpu = x.device.type == "cpu" and x.is_floating_point()
+    if _within.get() or not on_cpu or train is False or not 0 < keep < 1:
         return NotImplemented
     eager, traced, _ = _factors(keep, x.dtype)
     if eager == traced:
@@ -63,14 +64,14 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Any:
     outside = _within.set(True)
     try:
         # By the op itself: whatever knows of random numbers knows this op.
-        _, mask = torch.ops.aten.native_dropout.default(x, p, train)
+        _, mask = aten.native_dropout.default(x, p, train)
     finally:
         _within.reset(outside)
     return x * _kept(mask, x.dtype, keep), mask
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
-    if gradient.device.type != "cpu" or not scale > 1:
+    if gradient.device.type != "cpu" or not gradient.is_floating_point() or not scale > 1:
         return NotImplemented
     # 1 - p within the last bit of a double: the same once it is a float32, which divides.
     keep = 1 / scale

@@ -221,11 +221,11 @@ def ready_together(fabric: Fabric | None, what: str) -> Iterator[None]:
         return
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # on purpose: of any class; the others are told, and it is raised
         with suppress(ZinfError):  # the session has ended, which its ranks know
             fabric.tell(what, FAILED, text=f"{type(error).__name__}: {error}")
         raise
-    except BaseException as error:
+    except BaseException as error:  # an interrupt: this rank may not come to the end
         fabric.failed_here(error)
         raise
     for rank, (said, text) in enumerate(fabric.tell(what, READY)):

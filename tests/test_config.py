@@ -1,6 +1,8 @@
 """A `Config` is checked at the door: what it holds afterwards can be used as it stands."""
 
+import copy
 import dataclasses
+import pickle
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,17 @@ def test_a_percentage_is_settled_once_it_is_known_of_what():
         config.in_bytes({"host": GiB})
     with pytest.raises(ConfigInvalid, match="tile_bytes='5%' cannot be used: '5%' is not a size"):
         Config(device="cpu", tile_bytes="5%")
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))]
+)
+def test_a_config_can_be_copied_and_sent_to_another_process(again):
+    config = Config(device="cpu", throttle={"h2d": "1GB/s"}, machine="rtx3090-24gb")
+    found = again(config)
+    assert found == config
+    with pytest.raises(TypeError):
+        found.throttle["h2d"] = 1.0
 
 
 def test_a_config_knows_whether_the_device_is_emulated_for_want_of_another(monkeypatch):

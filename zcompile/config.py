@@ -227,6 +227,13 @@ class Config:
                 "not; leave one of them out",
             )
 
+    def __getstate__(self) -> dict[str, object]:
+        """Without the read-only mapping, which can be neither pickled nor copied by itself."""
+        return {**self.__dict__, "throttle": dict(self.throttle)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, throttle=MappingProxyType(state["throttle"]))
+
     @property
     def stays_because(self) -> str:
         """Why entries stay where they are put first, for people; "" if whole steps are planned."""

@@ -1,5 +1,6 @@
 """Contracts of the private torch APIs that are about graphs and modes, and where all are kept."""
 
+import copy
 import functools
 import io
 from collections.abc import Callable
@@ -58,7 +59,7 @@ def aot_backend() -> None:
         compiler("forward"), compiler("backward"), compiler("inference"), partition
     )
     model = mlp()
-    compiled = torch.compile(model, backend=backend)
+    compiled = torch.compile(model, backend=copy.deepcopy(backend))
     compiled(torch.ones(2, 8)).sum().backward()
     assert asked == ["partition", "forward", "backward"]
     with torch.no_grad():

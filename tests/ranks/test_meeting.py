@@ -2,8 +2,10 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -55,8 +57,8 @@ def restarted(mesh):
     """What the second of two starts on one store, which torchrun keeps, reads there of failures;
     in the first one, rank 1 fails."""
     for start in range(2):
-        fabric_module._SESSIONS.clear()
-        model = zcompile.offload(torch.nn.Linear(4, 4), mesh=mesh, device="cpu")
+        with mock.patch.object(fabric_module, "_SESSIONS", defaultdict(int)):
+            model = zcompile.offload(torch.nn.Linear(4, 4), mesh=mesh, device="cpu")
         fabric = session_behind(model).fabric
         if start == 0 and mesh.get_local_rank() == 1:
             fabric.failed_here(OSError("of the start before"))

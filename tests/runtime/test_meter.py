@@ -30,6 +30,7 @@ def test_a_snapshot_has_exactly_what_stats_promises():
         "regions": 0,
         "distinct_regions": 0,
         "gathers": 0,
+        "updates_on_host": 0,
     }
 
 

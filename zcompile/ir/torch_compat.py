@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -166,18 +166,19 @@ def aot_backend(
     backward: Compiler,
     inference: Compiler,
     partition: Partition,
-    formulas: Mapping[Dispatched, Callable[..., Any]] = MappingProxyType({}),
+    formulas: Mapping[Dispatched, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """A Dynamo backend: AOTAutograd with our partitioner and compilers.
 
-    formulas  op -> what is traced in its place
+    formulas  op -> what is traced in its place; a backend can be copied, as what wraps
+              torch.compile may do with its arguments
     """
     backend: Callable[..., Any] = _aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
-        decompositions=formulas,
+        decompositions=dict(formulas or {}),
     )
     return backend
 

@@ -29,7 +29,7 @@ from zcompile.cli import main
 from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
-from zcompile.frontend.session_plan import costs_of
+from zcompile.frontend.session_plan import costs_of, seconds_at
 from zcompile.ir.units import Bytes, KiB
 from zcompile.planner import step_plan
 from zcompile.planner.placement import Room
@@ -308,6 +308,18 @@ def test_where_there_is_no_room_for_copies_none_is_kept(planned):
     copied = sum(e.nbytes for e in copies(model))
     assert kept(least + 2 * copied)
     assert not kept(least + copied // 2)
+
+
+def test_a_plan_with_copies_is_told_as_it_rests_where_an_entry_found_no_room(planned):
+    session = session_behind(planned.model)
+    plan, base = plan_in_force(session), session.controller._base
+    assert plan.reads
+    astray = next(ref for ref, home in plan.placement.homes.items() if home == "host")
+    window, seconds = session.window_bytes, seconds_at(costs_of(session))
+    found = step_plan.at_rest(plan, base, {astray: "device"}, window, seconds)
+    assert found.placement.homes == {**plan.placement.homes, astray: "device"}
+    assert found.reads == plan.reads
+    assert [c.entries for c in found.step.calls] == [c.entries for c in plan.step.calls]
 
 
 def test_nothing_is_copied_where_weights_rest_on_the_device():

@@ -139,6 +139,18 @@ def test_ranks_do_what_one_process_does(pool, case):
     assert pool.run(run_on, 2, case) == [run_on(None, case)] * 2
 
 
+def inferred(mesh):
+    model = zcompile.offload(words(), mesh=mesh, **BUDGETS)
+    with torch.inference_mode():
+        found = torch.compile(model, backend="zinf")(*batch(9, 0)).item()
+    zcompile.close(model)
+    return found
+
+
+def test_ranks_evaluate_in_inference_mode(pool):
+    assert pool.run(inferred, 2) == [words()(*batch(9, 0)).item()] * 2
+
+
 # --- Small budgets, and models that differ in their seeds ---
 
 

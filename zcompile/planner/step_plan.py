@@ -531,13 +531,13 @@ def at_rest(
     window_bytes  that are left to stream through
     """
     planned = plan.placement.homes
-    step = as_read(step, plan)
-    homes = {ref: rests.get(ref, planned.get(ref, fact.home)) for ref, fact in step.facts.items()}
-    if all(planned.get(ref, step.facts[ref].home) == home for ref, home in homes.items()):
+    read = as_read(step, plan)
+    homes = {ref: rests.get(ref, planned.get(ref, fact.home)) for ref, fact in read.facts.items()}
+    if all(planned.get(ref, read.facts[ref].home) == home for ref, home in homes.items()):
         return plan
     placement = replace(plan.placement, homes={**planned, **homes})
     shared = replace(plan.arena, window_bytes=window_bytes)
-    for made, late in ((as_planned(step, plan), plan.late), (step, NOTHING_LATE)):
+    for made, late in ((as_planned(step, plan), plan.late), (read, NOTHING_LATE)):
         with suppress(BudgetExceeded):
             made_plan = _planned(made, placement, shared, seconds)
             on_host = updated_on_host(made, placement.homes)

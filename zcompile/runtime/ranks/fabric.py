@@ -291,8 +291,9 @@ class Fabric:
         marks  of this rank: a byte of 0 or 1 each, as many on all ranks
         """
         found: list[Record] = []
-        every = torch.zeros(self.size, len(marks), dtype=torch.uint8)
-        every[self.rank] = torch.tensor(list(marks), dtype=torch.uint8)
+        with torch.inference_mode(False):  # the lane writes to it, whose thread is in no mode
+            every = torch.zeros(self.size, len(marks), dtype=torch.uint8)
+            every[self.rank] = torch.tensor(list(marks), dtype=torch.uint8)
         value = digest_of(marks)
 
         def tell() -> None:

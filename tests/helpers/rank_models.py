@@ -136,7 +136,9 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
     params = list(model.parameters())
     found = {"weights": digest(params)}
     for key in sorted({k for p in params for k in optimizer.state.get(p, {})}):
-        found[key] = digest(optimizer.state[p][key] for p in params if p in optimizer.state)
+        found[key] = digest(
+            optimizer.state[p][key] for p in params if key in optimizer.state.get(p, {})
+        )
     return found
 
 

@@ -85,6 +85,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if _is_view(func):
         return _view(cls, func, args, kwargs)
     if (fabric := fabric_of(cls, args, kwargs)) is not None:
+        # What waits is agreed on before it runs, all of it together.
+        joined = _join(cls, func, args, kwargs)
+        if joined is not NOT_JOINED:
+            return joined
         agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
         if func in OVERWRITES and isinstance(args[0], cls):
             target: Any = args[0]
@@ -103,11 +107,12 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             template = torch.empty_strided(layout.size, layout.stride, device="meta")
             return func(args[0], template, **kwargs)
         raise _reshape_error(func)
+    if fabric is None:
+        joined = _join(cls, func, args, kwargs)
+        if joined is not NOT_JOINED:
+            return joined
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
-    joined = join(cls, func, args, kwargs)
-    if joined is not NOT_JOINED:
-        return joined
     args, kwargs = computed(args, kwargs)
     special = defer_scale if func in SCALES else SPECIAL.get(func)
     if special is not None:
@@ -125,6 +130,14 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if apps and apps[0].args is not args and _is_list_op(func):
         return [r[0] for r in results]
     return results[0]
+
+
+def _join(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """As `join`; what is noted counts as written."""
+    joined = join(cls, func, args, kwargs)
+    if joined is not NOT_JOINED and func._schema.is_mutable:
+        _count_writes(cls, func, args, kwargs)
+    return joined
 
 
 def _reshape_error(func: Dispatched) -> Unsupported:

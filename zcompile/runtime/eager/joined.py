@@ -29,6 +29,7 @@ from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, Unsupported, ZinfError
 from zcompile.ir.optimizer_step import Column, Row, lower_step
+from zcompile.ir.partition import Partition
 from zcompile.ir.schedule import Register, Schedule
 from zcompile.ir.torch_compat import Dispatched, no_torch_function, trees, wrapper
 from zcompile.ir.types import EntryKind
@@ -42,6 +43,7 @@ from zcompile.runtime.eager.rows import (
     rows_of,
     streamable,
 )
+from zcompile.runtime.eager.shared import Agreement, agreement_on
 from zcompile.runtime.eager.streaming import (
     StreamedCall,
     Widened,
@@ -52,9 +54,11 @@ from zcompile.runtime.eager.streaming import (
 )
 from zcompile.runtime.late import Broken
 from zcompile.runtime.live_memory import LiveStorages
+from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Deferred, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+from zcompile.runtime.transfer.ticket import Ready, Ticket
 
 aten = torch.ops.aten
 
@@ -79,6 +83,7 @@ class LazyResult(Tensor):
     ops: "JoinedOps"
     number: int
     _value: Tensor | None = None
+    _share: "_Share | None" = None
     _broken: Broken | None = None
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]  # torch's own recipe
@@ -91,17 +96,28 @@ class LazyResult(Tensor):
         self.ops, self.number = ops, number
 
     def computed(self) -> Tensor:
-        """The plain tensor. raises  what a transfer raises; UpdateBroken, if its ops failed"""
+        """The plain tensor; where ranks hold shares of it, all of them ask for it.
+
+        raises  what a transfer raises; UpdateBroken, if its ops failed; RanksDiffer, RankFailed
+        """
         if self.is_noted:
             self.ops.settle()
         if self._broken is not None:
             self._broken.settle()
+        if self._share is not None:
+            whole = self._share.gathered().as_strided(self.size(), self.stride())
+            self.ops.session.count_until_dead([whole])
+            self._value, self._share = whole, None
         assert self._value is not None, "a result that is alive is computed with its ops"
         return self._value
 
-    def give(self, value: Tensor) -> None:
-        """`value` is about to be computed."""
-        self._value, self.number = value, -1
+    def give(self, value: "Tensor | _Share") -> None:
+        """`value` was computed."""
+        self.number = -1
+        if isinstance(value, _Share):
+            self._share = value
+        else:
+            self._value = value
 
     def give_up(self, broken: Broken) -> None:
         """It will not be computed: its ops failed."""
@@ -110,7 +126,7 @@ class LazyResult(Tensor):
     @property
     def is_noted(self) -> bool:
         """Whether it waits to be computed."""
-        return self._value is None and self._broken is None
+        return self._value is None and self._share is None and self._broken is None
 
     @classmethod
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # as of TieredTensor
@@ -167,6 +183,26 @@ class LazyResult(Tensor):
         return self.computed().__deepcopy__(memo)  # type: ignore[no-any-return]  # untyped in torch
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What this rank has of a result: [partition.count] of its elements in the order of storage."""
+
+    partition: Partition
+    elements: Tensor
+    name: str
+    fabric: Fabric
+
+    def gathered(self) -> Tensor:
+        """All elements, in ordinary host memory; each rank calls this."""
+
+        def bring(into: Tensor) -> Ticket:
+            into.copy_(self.elements.view(torch.uint8))
+            return Ready()
+
+        flat = self.fabric.gathered(self.name, self.elements.nbytes, bring)
+        return flat.view(self.elements.dtype)[: self.partition.numel].to(self.elements.device)
+
+
 def has_lazy_results(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operand was noted, or was computed of what was."""
     return any(isinstance(leaf, LazyResult) for leaf in leaves_of(args, kwargs))
@@ -202,6 +238,13 @@ class _NotedRow:
     written: set[int] = field(default_factory=set)
     results: set[int] = field(default_factory=set)
 
+    @property
+    def partition(self) -> Partition | None:
+        """How all its operands are divided over ranks; None, if they are not."""
+        first = next(iter(self.tiered.values()))
+        part: Partition | None = first.entry.partition
+        return part
+
     def take(self, other: "_NotedRow") -> None:
         """An op has operands of both."""
         self.ops = sorted((*self.ops, *other.ops), key=lambda op: op[0])
@@ -223,6 +266,18 @@ class JoinedOps:
         self._of_entry: dict[int, _NotedRow] = {}
         self._of_result: dict[int, _NotedRow] = {}
         self._lazy: dict[int, weakref.ref[LazyResult]] = {}
+        self._untold = Agreement()
+        """On which ranks have to agree before any of the ops runs."""
+
+    def partition_of(self, lazy: LazyResult) -> Partition | None:
+        """How a result that waits is divided over ranks; None, if it is not."""
+        return self._of_result[lazy.number].partition
+
+    def tell(self, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Before an op is noted: where ranks hold shares, they will agree on it."""
+        if self.session.fabric is not None:
+            args, kwargs = trees.tree_map(_by_number, (tuple(args), kwargs))
+            self._untold.add(agreement_on(self.cls, func, leaves_of(args, kwargs), kwargs))
 
     @property
     def session(self) -> Session:
@@ -332,15 +387,17 @@ class JoinedOps:
         rows = list({id(row): row for row in self._of_entry.values()}.values())
         if not rows:
             return
+        fabric = self.session.fabric
+        if fabric is not None:
+            self._untold.reach(fabric, f"call ops of {self._name}")
+            self._untold = Agreement()
         alive = {n: lazy for n, ref in self._lazy.items() if (lazy := ref()) is not None}
         noted = self._of_entry, self._of_result, self._lazy
         self._of_entry, self._of_result, self._lazy = {}, {}, {}
         self._mark(rows, None)
         with torch.no_grad():  # as the step ran that noted them
-            targets = {
-                number: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
-                for number, x in alive.items()
-            }
+            parts = {number: noted[1][number].partition for number in alive}
+            targets = {number: _target(x, parts[number]) for number, x in alive.items()}
             try:
                 counted = self._count(list(targets.values()))
                 try:
@@ -359,7 +416,7 @@ class JoinedOps:
                     )
             except (BudgetExceeded, Unsupported):
                 if self.session.late.has(call.entries):  # others of the call were computed
-                    _give(alive, targets)
+                    self._give(alive, targets, parts)
                     raise
                 self._of_entry, self._of_result, self._lazy = noted  # as above
                 self._mark(rows, self)
@@ -371,7 +428,21 @@ class JoinedOps:
                 self.session.end_whole(counted)
             if targets:
                 self.session.count_until_dead(list(targets.values()))
-        _give(alive, targets)
+        self._give(alive, targets, parts)
+
+    def _give(
+        self,
+        alive: dict[int, LazyResult],
+        targets: dict[int, Tensor],
+        parts: dict[int, Partition | None],
+    ) -> None:
+        """Give results their values, by their numbers; or what this rank has of them."""
+        for number, lazy in alive.items():
+            made, part, fabric = targets[number], parts[number], self.session.fabric
+            if part is None or fabric is None:
+                lazy.give(made)
+            else:
+                lazy.give(_Share(part, made, f"a result of {self._name}", fabric))
 
     def _break(
         self, rows: Sequence[_NotedRow], lazy: Sequence[LazyResult], error: BaseException
@@ -425,10 +496,11 @@ class JoinedOps:
         return self.session.begin_whole("ops", [], made, 0) if made else []
 
 
-def _give(alive: dict[int, LazyResult], targets: dict[int, Tensor]) -> None:
-    """Give results their values, by their numbers."""
-    for number, lazy in alive.items():
-        lazy.give(targets[number])
+def _target(lazy: LazyResult, part: Partition | None) -> Tensor:
+    """Memory for a result that somebody holds; or for what this rank has of it."""
+    if part is not None:
+        return torch.zeros(part.count, dtype=lazy.dtype, device=lazy.device)
+    return torch.empty_strided(lazy.size(), lazy.stride(), dtype=lazy.dtype, device=lazy.device)
 
 
 @dataclass(frozen=True)
@@ -436,6 +508,11 @@ class _ResultOf:
     """Stands for a lazy result among the operands of an op, and does not keep it alive."""
 
     number: int
+
+
+def _by_number(value: Any) -> Any:
+    """A lazy result's number in its place."""
+    return value.number if isinstance(value, LazyResult) else value
 
 
 def _as_noted(app: Application) -> Application:
@@ -496,6 +573,7 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
         ops.widen_written(app)
     if not all(_is_noted(tensor) for app in apps for tensor in app.tensors()):
         return NOT_JOINED  # results were computed just now
+    ops.tell(func, args, kwargs)
     if schema.is_mutable:
         for app in apps:
             ops.note(app, None)
@@ -536,12 +614,14 @@ def _moves(tensor: Tensor, cls: Any) -> bool:
 def _session_for(app: Application, cls: Any) -> Session | None:
     """The session whose optimizer asks for an op that may be noted."""
     found: set[Session] = set()
+    parts: set[Partition | None] = set()
     wide: list[Tensor] = []
     for tensor in app.tensors():
         if isinstance(tensor, LazyResult):
             if not tensor.is_noted:
                 return None
             found.add(tensor.ops.session)
+            parts.add(tensor.ops.partition_of(tensor))
             wide.append(tensor)
         elif isinstance(tensor, cls):
             tiered: Any = tensor
@@ -549,20 +629,19 @@ def _session_for(app: Application, cls: Any) -> Session | None:
             if not tiered.covers or tiered.numel() == 1:
                 return None
             found.add(session_of(entry))
+            parts.add(entry.partition)
             wide.append(tensor)
         elif tensor.numel() != 1 or tensor.requires_grad:
             return None
-    if len(found) != 1:
+    if len(found) != 1 or len(parts) != 1:
         return None
     (session,) = found
-    if session.fabric is not None:
-        return None
     if not session.is_updating or session.executor.walks_here:
         return None
     if app.func._schema.is_mutable and not _writes_first(app):
         return None
     if any(isinstance(t, cls) for t in wide):
-        if not streamable(app, cls):
+        if not streamable(app, cls, (LazyResult,)):
             return None
     elif any(t.size() != wide[0].size() or t.stride() != wide[0].stride() for t in wide):
         return None
@@ -648,7 +727,8 @@ class _JoinedCall(StreamedCall):
             plains.append(self.input(targets[number]))
             kinds.append(signature_of(targets[number]))
         ops = _with_drops(ops, {number for number, _ in held})
-        numel = next(iter(row.tiered.values())).numel()
+        part = row.partition
+        numel = next(iter(row.tiered.values())).numel() if part is None else part.own_count
         wide = self._widened(columns)
         narrowed = self._narrow(columns, numel)
         copies = len(narrowed.pairs)

@@ -123,11 +123,13 @@ def is_elementwise(func: Dispatched) -> bool:
     return (tagged or listed) and name not in REDUCTIONS
 
 
-def streamable(app: Application, cls: type) -> bool:
+def streamable(app: Application, cls: type, divided: tuple[type, ...] = ()) -> bool:
     """Whether every tensor of the row is either one element or has the layout of the others.
 
     All must rest in one store, since one schedule has one arena. Where ranks hold shares, all must
     be divided alike.
+
+    divided  classes of other tensors, which the caller knows to be divided alike
     """
     tensors = app.tensors()
     wide = [t for t in tensors if t.numel() != 1]
@@ -149,15 +151,15 @@ def streamable(app: Application, cls: type) -> bool:
         return False
     if any(t.entry_layout.lazy for t in tiered):
         return False  # chunks are of the bytes
-    if not _share_alike(app, tiered):
+    if not _share_alike(app, tiered, (cls, *divided)):
         return False
     lying = {(t.entry.key, t.entry_layout) for t in tiered}
     return len({key for key, _ in lying}) == len(lying)
 
 
-def _share_alike(app: Application, tiered: Sequence[Any]) -> bool:
+def _share_alike(app: Application, tiered: Sequence[Any], divided: tuple[type, ...]) -> bool:
     """Whether each rank can compute the row on its shares, if there are any: all operands are
-    divided alike, whole, and what is written is tiered."""
+    divided alike, whole, and what is written is divided too."""
     if all(t.entry.partition is None for t in tiered):
         return True
     parts = {t.entry.partition for t in tiered}
@@ -165,7 +167,7 @@ def _share_alike(app: Application, tiered: Sequence[Any]) -> bool:
     return (
         len(parts) == 1
         and all(t.covers for t in tiered)
-        and all(any(t is one for one in tiered) for t in written)
+        and all(isinstance(t, divided) for t in written)
     )
 
 

@@ -2,11 +2,13 @@
 
 All ranks call them. What they are about to do is compared first: the op, the tensors it is about,
 numbers such as the learning rate, the values of plain operands, and the state of the generator that
-an op draws from. Elementwise ops then change shares where they rest; norms of gradients are summed
+an op draws from. The ops of torch's optimizers that wait to be joined are compared together, before
+they run. Elementwise ops then change shares where they rest; norms of gradients are summed
 over ranks; everything else gathers whole tensors on every rank.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ ONE_RANK = LIKES | NEWS | {aten.rand_like.default, aten.randn_like.default, aten
 """Ops that ask a tiered tensor for no values."""
 MOST_NAMED = 3
 """Most tensors of an op that an error names."""
+MOST_NUMBERS = 8
+"""Most numbers of an op that an error tells."""
 
 
 def fabric_of(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Fabric | None:
@@ -37,12 +41,49 @@ def fabric_of(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> Fabric 
     return None
 
 
+@dataclass
+class Agreement:
+    """What the ranks have to agree on before ops are done.
+
+    details  on which all must agree
+    names    of the tensors that the ops are about, each once, as keys
+    numbers  that they are called with, for people; likewise
+    """
+
+    details: list[object] = field(default_factory=list)
+    names: dict[str, None] = field(default_factory=dict)
+    numbers: dict[str, None] = field(default_factory=dict)
+
+    def add(self, other: "Agreement") -> None:
+        """Ops of the same call come after these."""
+        self.details += other.details
+        self.names |= other.names
+        self.numbers |= other.numbers
+
+    def reach(self, fabric: Fabric, what: str) -> None:
+        """Compare with the other ranks; they wait for each other.
+
+        what    the same on all ranks
+        raises  RanksDiffer, RankFailed
+        """
+        shown = ", ".join(map(repr, [*self.names][:MOST_NAMED]))
+        more = f" and {len(self.names) - MOST_NAMED} more" if len(self.names) > MOST_NAMED else ""
+        numbers = f" with {', '.join([*self.numbers][:MOST_NUMBERS])}" if self.numbers else ""
+        fabric.agree(what, *self.details, text=f"of {shown}{more}{numbers}")
+
+
 def agree_on_op(
     fabric: Fabric, cls: type, func: Dispatched, leaves: Sequence[Any], kwargs: dict[str, Any]
 ) -> None:
     """Compare an op with what the other ranks are about to do. raises  RanksDiffer, RankFailed"""
-    if func in ONE_RANK:
-        return
+    if func not in ONE_RANK:
+        agreement_on(cls, func, leaves, kwargs).reach(fabric, f"call {func}")
+
+
+def agreement_on(
+    cls: type, func: Dispatched, leaves: Sequence[Any], kwargs: dict[str, Any]
+) -> Agreement:
+    """What the ranks have to agree on before an op is done."""
     # What is only read, as by a forward, may meet other values on each rank.
     keeps = func._schema.is_mutable or func._schema.name.startswith("aten::_foreach")
     names: list[str] = []
@@ -66,10 +107,7 @@ def agree_on_op(
         details += ("draws from", state)
     numbers = [f"{key}={value}" for key, value in kwargs.items() if isinstance(value, float)]
     numbers += [f"{leaf}" for leaf in leaves if isinstance(leaf, float) and not numbers]
-    shown = ", ".join(map(repr, names[:MOST_NAMED]))
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    text = f"of {shown}{more}" + (f" with {', '.join(numbers[:8])}" if numbers else "")
-    fabric.agree(f"call {func}", *details, text=text)
+    return Agreement(details, dict.fromkeys(names), dict.fromkeys(numbers))
 
 
 def agree_on_found_inf(fabric: Fabric, func: Dispatched, args: Sequence[Any]) -> None:

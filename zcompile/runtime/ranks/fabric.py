@@ -394,6 +394,19 @@ class Fabric:
         each = whole.numel() // self.size
         return self.rank * each, (self.rank + 1) * each
 
+    def gathered(self, name: str, nbytes: int, read: Callable[[Tensor], Ticket]) -> Tensor:
+        """The shares of all ranks, in ordinary host memory: uint8 [ranks * nbytes]; blocks.
+
+        nbytes  of each share
+        read    starts bringing that of this rank into uint8 [nbytes]
+        raises  RanksDiffer, RankFailed
+        """
+        self.agree("read", name, nbytes, text=repr(name))
+        memory = torch.empty(nbytes * self.size, dtype=torch.uint8, device="cpu")
+        own = memory[nbytes * self.rank :][:nbytes]
+        self.gather(memory, name, [read(own)]).wait()
+        return memory
+
     def gather(
         self,
         whole: Tensor,

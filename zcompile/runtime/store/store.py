@@ -786,12 +786,8 @@ class Store:
         raises  RanksDiffer, RankFailed
         """
         assert self.fabric is not None, "there are shares"
-        self.fabric.agree("read", entry.name, entry.nbytes, text=repr(entry.name))
-        memory = torch.empty(entry.nbytes * self.fabric.size, dtype=torch.uint8, device="cpu")
-        begin = entry.nbytes * self.fabric.rank
-        share = memory[begin : begin + entry.nbytes]
-        self.fabric.gather(memory, entry.name, [self.read(entry, share)]).wait()
-        return memory[: entry.whole_bytes]
+        read = partial(self.read, entry)
+        return self.fabric.gathered(entry.name, entry.nbytes, read)[: entry.whole_bytes]
 
     def put_whole(self, entry: Entry, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """As `put` of all bytes: of the whole tensor, of which this rank keeps its share.

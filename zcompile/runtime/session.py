@@ -670,8 +670,8 @@ class Session(Store):
         if self.in_step and self.stepping is not None and self.stepping not in self._warned:
             self._warned.add(self.stepping)
             log.warning(
-                "%s uses %s, which is not streamed: its operands are gathered whole, one tensor after "
-                "the other, which is right but slower",
+                "%s uses %s, which is not streamed: its operands are gathered whole, one tensor "
+                "after the other, which is right but slower",
                 self.stepping,
                 op,
             )

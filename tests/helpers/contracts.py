@@ -307,6 +307,10 @@ def is_bare() -> None:
         assert private.is_bare(size)
         assert not private.is_bare(2 * size)
     assert not private.is_bare(5)
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    ragged: Any = rows.size(1)
+    assert isinstance(ragged, torch.SymInt)
+    assert not private.is_bare(ragged)
 
 
 @contract

@@ -468,8 +468,13 @@ def symbols_of(value: int | torch.SymInt) -> frozenset[str]:
 
 
 def is_bare(value: int | torch.SymInt) -> bool:
-    """Whether a size is one dynamic size itself, and not computed from such."""
-    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_symbol)
+    """Whether a size is one dynamic size itself, and not computed from such.
+
+    The ragged size of a nested tensor is none: a symbol stands for it, and no number.
+    """
+    if not isinstance(value, torch.SymInt) or value.node.is_nested_int():
+        return False
+    return bool(value.node.expr.is_symbol)
 
 
 def size_at(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:

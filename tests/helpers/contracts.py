@@ -333,6 +333,18 @@ def dynamic_sizes() -> list[torch.SymInt]:
 
 
 @contract
+def is_saved_by_graphs() -> None:
+    param, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert not private.is_saved_by_graphs(param)
+    by_its_node_alone = param * 2
+    assert not private.is_saved_by_graphs(param)
+    by_its_value = param * other
+    assert private.is_saved_by_graphs(param)
+    del by_its_node_alone, by_its_value
+    assert not private.is_saved_by_graphs(param)
+
+
+@contract
 def is_symbol() -> None:
     assert not any(private.is_symbol(n) for n in captured("mlp").graph.nodes)
     placeholders = dynamic_graph().find_nodes(op="placeholder")

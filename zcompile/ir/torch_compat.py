@@ -559,6 +559,14 @@ def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:
     return [param for param in held if id(param) in kept]
 
 
+def is_saved_by_graphs(param: Any) -> bool:
+    """Whether an autograd graph saved `param`, so that `swap_tensors` refuses it.
+
+    Its Python object holds a parameter, and its AccumulateGrad node may; who else does is a graph.
+    """
+    return bool(param._use_count() > 2)
+
+
 def is_lazy(tensor: Tensor) -> bool:
     """Whether the memory of `tensor` does not hold its values.
 

@@ -229,10 +229,14 @@ class TorchUnsupported(ZinfError, ImportError):
 
 
 class ParameterChanged(ZinfError, RuntimeError):
-    """A tiered parameter is no longer what the store holds for it."""
+    """A tiered parameter is no longer what the store holds for it.
+
+    name  of the parameter; "" for all of the model
+    """
 
     def __init__(self, name: str, why: str, todo: str) -> None:
-        super().__init__(f"parameter {name!r} {why}; {todo}")
+        what = f"parameter {name!r}" if name else "the model"
+        super().__init__(f"{what} {why}; {todo}")
 
 
 class UpdateBroken(ZinfError, RuntimeError):

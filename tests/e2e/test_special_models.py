@@ -110,6 +110,25 @@ def test_embeddings_train_alike(tied, mode, tmp_path):
 
 
 @MODES
+def test_nested_tensors_train_alike(mode, tmp_path):
+    """Torch counts their ragged dimension by a symbol that no number stands for."""
+
+    def run(model, call):
+        optimizer, losses = adamw(model), []
+        for lengths in ((3, 5), (2, 4, 1), (3, 5)):
+            rows = [torch.linspace(-1, 1, 16 * n).view(n, 16) for n in lengths]
+            out = call(torch.nested.nested_tensor(rows, layout=torch.jagged))
+            loss = out.values().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    same_training(run, tmp_path, mode, dropout)
+
+
+@MODES
 def test_weights_may_be_tied_after_offload(mode, tmp_path):
     def run(model, call):
         model.head.weight = model.embed.weight

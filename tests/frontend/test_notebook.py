@@ -186,6 +186,8 @@ def test_closing_gives_back_threads_files_and_memory_while_the_model_is_still_th
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(ParameterChanged, match="is gone: its store was closed"):
         model(torch.ones(1, 16))
+    with pytest.raises(ParameterChanged, match=r"^the model is gone: its store was closed"):
+        zcompile.stats(model)
     zcompile.close(model)  # once more does nothing
 
 

@@ -20,6 +20,7 @@ from pairs import (
     train,
 )
 from torch import nn
+from torch.nn.utils import prune
 
 import zcompile
 from zcompile.errors import DiskOwned, ParameterChanged, Unsupported, ValueUnset
@@ -156,6 +157,19 @@ def test_a_move_to_a_device_it_does_not_compute_on_is_refused(move, tmp_path):
     with pytest.raises(Unsupported, match=r"is moved to 'cuda.*offload device='cuda"):
         move(model)
     assert_same(mlp(), model)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_module_that_keeps_what_was_computed_of_a_parameter_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    prune.identity(model[0], "weight")  # keeps such a thing, by a graph that saved no parameter
+    nn.utils.weight_norm(model[1])
+    with pytest.raises(Unsupported, match=r"^1 keeps as its \.weight what was .* '1\.weight_g'"):
+        zcompile.offload(model, device="cpu", device_memory="1MiB")
+    assert not any(hasattr(p, "entry") for p in model.parameters())
+    model[1].weight = None
+    zcompile.offload(model, device="cpu", device_memory="1MiB")
+    assert all(hasattr(p, "entry") for p in model.parameters())
 
 
 @pytest.mark.parametrize(

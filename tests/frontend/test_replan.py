@@ -75,6 +75,21 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     assert same(model, expected(batches=batches))
 
 
+@pytest.mark.slow  # what goes wrong is tested by itself: test_a_view_that_inference_met_first_...
+def test_a_step_may_be_planned_by_an_evaluation():
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, compiled = offloaded(device_memory="16MiB")
+    optimizer = make(model)
+    train(model, compiled, optimizer, 0, 2)
+    with torch.inference_mode():
+        loss_of(compiled, ids(0))
+    assert session_behind(model).controller.plan is not None
+    train(model, compiled, optimizer, 2, STEPS)
+    assert same(model, expected(make))
+
+
 @pytest.mark.parametrize("how", sampled(["fused", "foreach"], "fused"))
 def test_with_room_for_everything_nothing_moves_after_the_warm_up(how):
     def make(model: nn.Module) -> torch.optim.Optimizer:

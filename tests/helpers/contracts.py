@@ -307,6 +307,10 @@ def is_bare() -> None:
         assert private.is_bare(size)
         assert not private.is_bare(2 * size)
     assert not private.is_bare(5)
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
+    ragged: Any = rows.size(1)
+    assert isinstance(ragged, torch.SymInt)
+    assert not private.is_bare(ragged)
 
 
 @contract
@@ -326,6 +330,18 @@ def dynamic_sizes() -> list[torch.SymInt]:
     placeholders = dynamic_graph().find_nodes(op="placeholder")
     nodes = [n for n in placeholders if private.is_symbol(n)]
     return [node.meta["val"] for node in nodes[:2]]
+
+
+@contract
+def is_saved_by_graphs() -> None:
+    param, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert not private.is_saved_by_graphs(param)
+    by_its_node_alone = param * 2
+    assert not private.is_saved_by_graphs(param)
+    by_its_value = param * other
+    assert private.is_saved_by_graphs(param)
+    del by_its_node_alone, by_its_value
+    assert not private.is_saved_by_graphs(param)
 
 
 @contract

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap
 from zcompile.ir.optimizer_step import StepRoom
+from zcompile.ir.types import Layout
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.arena import ALIGNMENT, Arena, StepScratch, lies_in
 from zcompile.runtime.device.cpu import CpuDevice
@@ -34,6 +35,15 @@ def test_slots_are_views_of_one_memory(device):
     arena = arena_of(device, 64 * KiB)
     arena.slot(1024, 512).fill_(7)
     assert arena.slot(1000, 40).tolist() == [0] * 24 + [7] * 16
+
+
+def test_a_view_that_inference_met_first_is_written_by_training(device):
+    """As an evaluation right after the second step, in which the step is planned, does."""
+    arena, bias = arena_of(device, 64 * KiB), Layout((8,), (1,), 0, torch.float32)
+    with torch.inference_mode():
+        arena.view(1024, bias)
+    arena.view(1024, bias).add_(1)
+    assert arena.slot(1024, 32).view(torch.float32).tolist() == [1] * 8
 
 
 def test_a_slot_beyond_the_budget_is_refused(device):

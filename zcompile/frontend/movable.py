@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zcompile.errors import ModelWrapped, Unsupported
 from zcompile.ir.torch_compat import (
     hooks_of,
+    is_saved_by_graphs,
     is_shared_between_processes,
     memory_of,
     with_kept_nodes,
@@ -56,6 +57,28 @@ def check_nodes(plain: list[tuple[str, nn.Parameter]]) -> None:
             "not be the parameter's any more",
             "drop it, and register hooks after zcompile.offload",
         )
+
+
+def check_kept_results(model: nn.Module, plain: list[tuple[str, nn.Parameter]]) -> None:
+    """Refuse modules that keep what was computed from a parameter, by a graph that saved it.
+
+    plain   those that are to be moved
+    raises  Unsupported
+    """
+    moved = {id(param) for _, param in plain}
+    for path, module in model.named_modules():
+        # Nobody walks the graph: a node that Python has seen counts as kept, in `check_nodes`.
+        kept = [n for n, x in vars(module).items() if isinstance(x, Tensor) and not x.is_leaf]
+        own = [(n, p) for n, p in module.named_parameters(path, recurse=False) if id(p) in moved]
+        saved = [name for name, param in own if kept and is_saved_by_graphs(param)]
+        if saved:
+            raise Unsupported(
+                f"{path or 'the model'} keeps as its .{kept[0]} what was computed before, as "
+                f"torch.nn.utils.weight_norm does, by a graph that saved parameter {saved[0]!r}",
+                "apply that after zcompile.offload, or take "
+                "torch.nn.utils.parametrizations.weight_norm; what forward computes anew "
+                "anyway may be set to None before",
+            )
 
 
 def check_movable(name: str, param: Tensor) -> None:

@@ -27,6 +27,7 @@ from zcompile.errors import BudgetExceeded, ModelWrapped, ParameterChanged, Unsu
 from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.fusions import check_compiler
 from zcompile.frontend.movable import (
+    check_kept_results,
     check_model,
     check_movable,
     check_nodes,
@@ -189,6 +190,7 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         with ready_together(session.fabric, "take in parameters"):
             for name, param in plain:
                 check_movable(name, param)
+            check_kept_results(model, plain)
             check_nodes(plain)
             first.update(first_in_memory(plain))
             sizes = [(Layout.of(p).nbytes, p) for _, p in plain]

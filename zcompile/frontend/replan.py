@@ -490,7 +490,7 @@ class StepController(Rescheduling):
         for entry in self.session.entries():
             if entry.copies or entry.whole is not None:
                 self.session.drop_copies(entry)
-        self.session.enter("the model")  # which frees them
+        self.session.enter("")  # which frees them
 
     def _quiet(self) -> None:
         """Wait until nothing is in flight or handed over, or late, and forget schedules for where

@@ -468,8 +468,13 @@ def symbols_of(value: int | torch.SymInt) -> frozenset[str]:
 
 
 def is_bare(value: int | torch.SymInt) -> bool:
-    """Whether a size is one dynamic size itself, and not computed from such."""
-    return isinstance(value, torch.SymInt) and bool(value.node.expr.is_symbol)
+    """Whether a size is one dynamic size itself, and not computed from such.
+
+    The ragged size of a nested tensor is none: a symbol stands for it, and no number.
+    """
+    if not isinstance(value, torch.SymInt) or value.node.is_nested_int():
+        return False
+    return bool(value.node.expr.is_symbol)
 
 
 def size_at(value: int | torch.SymInt, sizes: Mapping[str, int]) -> int:
@@ -552,6 +557,14 @@ def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:
     nodes = (found for found in gc.get_objects() if type(found).__name__ == "AccumulateGrad")
     kept = {id(node.variable) for node in nodes}
     return [param for param in held if id(param) in kept]
+
+
+def is_saved_by_graphs(param: Any) -> bool:
+    """Whether an autograd graph saved `param`, so that `swap_tensors` refuses it.
+
+    Its Python object holds a parameter, and its AccumulateGrad node may; who else does is a graph.
+    """
+    return bool(param._use_count() > 2)
 
 
 def is_lazy(tensor: Tensor) -> bool:

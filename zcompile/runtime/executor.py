@@ -355,7 +355,7 @@ class Executor:
             refresh_copies(schedule, entries, self._make_copy)
             copies = copies_of(schedule, entries)
             entries, leaves = (*entries, *copies), (*leaves, *copies)
-        self.store.enter(entries[0].name if entries else schedule.name)
+        self.store.enter(entries[0].name if entries else "")
         # Last, since what comes before may move entries.
         asked, schedule = schedule, self._policy.fit(schedule, entries)
         if self.late.rows and not schedule.updates_late and any(e.waits for e in entries):
@@ -412,7 +412,7 @@ class Executor:
         raises  BudgetExceeded, before anything has changed
         """
         if schedule.phase is not Phase.STEP and not self.is_running:
-            self.store.enter(schedule.name)  # gradients that nobody has any more are gone
+            self.store.enter("")  # gradients that nobody has any more are gone
             holds, live = schedule.holds, self.live_memory.nbytes
             # Gradients for late updates are let go as values are made (`StepPolicy.fit` sees to it
             # that both fit).

@@ -72,7 +72,7 @@ def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -
     host_budget = _host_budget(config)
     with ExitStack() as undo:
         mover = TransferQueue()
-        undo.callback(mover.close, closed_error("the model"))
+        undo.callback(mover.close, closed_error(""))
         device = _open_device(config, meter, mover)
         undo.callback(device.close)
         straight = device.torch_device.type == "cpu" and device.can_bypass_staging("h2d")
@@ -97,7 +97,7 @@ def close_resources(resources: Resources) -> None:
     """Stop transfers, close and remove the files. A forked child leaves all as it is."""
     if os.getpid() != resources.pid:
         return
-    error = closed_error("the model")
+    error = closed_error("")
     resources.mover.close(error)
     resources.context.device.close()
     resources.context.adder.stop()

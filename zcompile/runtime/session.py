@@ -443,7 +443,7 @@ class Session(Store):
 
     def entries(self) -> list[Entry]:
         """All that are alive."""
-        self.enter("the model")
+        self.enter("")
         return list(self._entries.values())
 
     def begin_step(self, optimizer: str) -> None:

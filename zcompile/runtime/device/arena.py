@@ -157,7 +157,9 @@ class Arena:
         if view is None:
             if len(self._views) >= MOST_VIEWS:
                 self._views.clear()
-            view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
+            # It outlives this call: torch lets nobody write to what inference mode has made.
+            with torch.inference_mode(False):
+                view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
         return view
 
     @uninterrupted

@@ -825,7 +825,7 @@ class Store:
 
     def drain(self) -> None:
         """Wait for all transfers; raises the first error that any had."""
-        self.enter("the model")
+        self.enter("")
         self._mover.drain()
 
     def is_idle(self) -> bool:
@@ -843,7 +843,10 @@ class Store:
 
     def enter(self, name: str) -> None:
         """Check at the door of every verb: the store is this process's, and open. Frees dead
-        entries."""
+        entries.
+
+        name  of what is asked for, in the error; "" for all of the model
+        """
         if os.getpid() != self._pid:
             raise forked_error(name, self._pid)
         if not self._close.alive:

@@ -36,7 +36,7 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.types import HELD, EntryKind, Layout, Phase
 from zcompile.machine.cost import Costs, TransferModes
-from zcompile.planner.links import SimTransfer
+from zcompile.planner.links import LinkSimulator, SimTransfer
 from zcompile.planner.simulator import InFlight, Leaving, simulate, step_seconds
 
 BLOCK = 4096
@@ -154,6 +154,51 @@ def test_a_slot_that_is_still_leaving_is_not_overwritten():
     after = a_call(fetching(1, 0), waiting(0), computing(1), freeing())
     found = first(step_of(a_call(*rows, phase=Phase.STEP), after))
     assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (3.0, 4.0)]
+
+
+def most_waited_for(chunks, monkeypatch):
+    """Transfers that one transfer is told to wait for at most, of a step of so many chunks in one
+    lane, of which the host starts all before the first has come; and the seconds of the step."""
+    start, most, rows = LinkSimulator.start, [0], []
+
+    def counted(self, transfer, at_s, after=(), *others):
+        after = list(after)
+        most[0] = max(most[0], len([other for other in after if other.over_s is None]))
+        return start(self, transfer, at_s, after, *others)
+
+    for n in range(chunks):
+        part, ticket = {"nbytes": 64, "begin": 64 * n}, 3 * n
+        before = (ticket - 1,) if n else ()
+        rows += fetching(0, ticket, *before, **part), waiting(ticket), computing(1, ticket + 1)
+        rows += storing(0, ticket + 2, ticket + 1, **part), freeing()
+    with monkeypatch.context() as patched:
+        patched.setattr(LinkSimulator, "start", counted)
+        found = first(step_of(a_call(*rows, phase=Phase.STEP)), asynchronous=True)
+    return most[0], found.step_s
+
+
+def test_a_chunk_waits_for_the_last_that_left_its_lane_and_not_for_all(monkeypatch):
+    few, of_few_s = most_waited_for(4, monkeypatch)
+    many, of_many_s = most_waited_for(40, monkeypatch)
+    assert few == many
+    assert of_many_s == pytest.approx(10 * of_few_s, rel=0.05)
+
+
+def test_what_leaves_a_slot_that_was_filled_anew_stands_for_what_left_it_before():
+    low, all_of_it = Slot(0, 64), Slot(0, 128)
+    old, new, beside = SimTransfer(1), SimTransfer(2), SimTransfer(3)
+    leaving = Leaving()
+    leaving.start(low, old)
+    leaving.start(Slot(64, 64), beside)
+    assert leaving.overwritten(32, 64) == [old]
+    leaving.start(low, new)  # of which only a part was filled: what it moves may be of before
+    assert leaving.over(0, 64) == [old, new]
+    assert leaving.overwritten(0, 128) == [old, beside, new]
+    leaving.start(all_of_it, last := SimTransfer(4))
+    assert leaving.over(0, 64) == [old, new, last]
+    leaving.start(low, again := SimTransfer(5))
+    assert leaving.over(0, 128) == [beside, last, again]
+    assert leaving.behind(0) == [beside, last, again]
 
 
 def test_a_value_is_read_back_once_it_is_home():

@@ -16,7 +16,8 @@ from torch import nn
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.schedule import Fetch, Run, Store, Wait
+from zcompile.ir.optimizer_step import DEEP
+from zcompile.ir.schedule import Fetch, Run, Schedule, Store, Wait
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import Phase
 from zcompile.ir.units import GiB, KiB, MiB
@@ -142,6 +143,27 @@ def test_a_plan_is_faster_than_fetching_everything():
     fetching = arranged(recorded(), {}, ArenaShare(state_bytes() // 4, 64, LEAST_CHUNK))
     everything_fetched = simulate(fetching, COSTS, {}).step_s
     assert plan_of(state_bytes() // 4).seconds < everything_fetched
+
+
+def told(schedule: Schedule) -> list[object]:
+    """A schedule, without the functions in it."""
+    effects = schedule.effects
+    return [(x.kind, x.home, x.ticket, x.after, x.takes, x.gives_back) for x in effects]
+
+
+def test_forward_and_backward_are_arranged_once_for_plans_that_differ_in_the_step():
+    known, share = {}, ArenaShare(state_bytes() // 4, 64, LEAST_CHUNK)
+    deeper, narrower = replace(share, depth=DEEP), replace(share, window_bytes=state_bytes() // 8)
+    first, other, third = (
+        arranged(recorded(), {}, each, known).calls for each in (share, deeper, narrower)
+    )
+    for one, two, three in zip(first, other, third, strict=True):
+        in_step = one.phase is Phase.STEP
+        assert (one.schedule is two.schedule) == (not in_step)
+        assert one.schedule is not three.schedule
+    for calls, each in ((first, share), (other, deeper), (third, narrower)):
+        alone = arranged(recorded(), {}, each).calls
+        assert [told(call.schedule) for call in calls] == [told(call.schedule) for call in alone]
 
 
 def test_what_is_asked_to_be_left_is_left():

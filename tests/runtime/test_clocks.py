@@ -12,8 +12,9 @@ from written import HIGH, LOW, fetch, free, run, schedule, wait
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch, Reduce, Run
 from zcompile.ir.types import Phase
-from zcompile.machine.cost import TransferModes
+from zcompile.machine.cost import TransferModes, call_name
 from zcompile.machine.model import Compute, Link, Machine
+from zcompile.runtime import profile
 from zcompile.runtime.profile import FIRST, RECENT, Clocks
 
 BARE = Machine("bare", {}, {}, Compute({"float32": 1.0}, 1.0))
@@ -110,6 +111,51 @@ def test_what_lies_between_two_calls_is_known_by_their_names():
     clocks.watch(one).over()
     assert list(clocks.costs(BARE, TransferModes()).gaps) == [("forward test", "backward test")]
     assert clocks.costs(BARE, TransferModes()).gaps["forward test", "backward test"] >= 0.01
+
+
+def between(clocks, monkeypatch, *pauses):
+    """Seconds between two calls as they are known after calls with these pauses in between; a pair:
+    so much of it is set aside."""
+    now = [0.0]
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    one, other = schedule(), schedule(phase=Phase.BACKWARD)
+    for pause in pauses:
+        seconds, aside = pause if isinstance(pause, tuple) else (pause, 0.0)
+        clocks.watch(one).over()
+        now[0] += seconds
+        with clocks.set_aside():
+            clocks.waited_between(aside / 4)  # within it, as where transfers end before a move
+            now[0] += aside
+        clocks.watch(other).over()
+        clocks.forget()
+    return clocks.costs(BARE, TransferModes()).gaps["forward test", "backward test"]
+
+
+def test_planning_is_no_part_of_what_lies_between_two_calls(monkeypatch):
+    assert between(Clocks(OnHost(), waited), monkeypatch, (1.0, 512.0)) == 1.0
+
+
+def test_the_first_time_between_two_calls_counts_until_there_is_another(monkeypatch):
+    assert between(Clocks(OnHost(), waited), monkeypatch, 64.0) == 64.0
+    assert between(Clocks(OnHost(), waited), monkeypatch, 64.0, 1.0) == 1.0
+
+
+def test_a_run_sets_its_planning_aside(trained, monkeypatch):
+    clocks, recorder, now = trained.clocks, trained.recorder, [0.0]
+    forward, update = recorder.last_walked.calls[0].schedule, schedule(phase=Phase.STEP)
+
+    def planning(step):
+        now[0] += 512.0
+
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(trained._policy, "step_ended", planning)
+    monkeypatch.setattr(recorder, "ends_with", lambda of: of is forward)
+    monkeypatch.setattr(recorder, "end", lambda: recorder.last_walked)
+    clocks.over(update)
+    trained._end_step(forward)
+    clocks.watch(forward)
+    assert now == [512.0]
+    assert clocks.costs(BARE, TransferModes()).gaps[call_name(update), call_name(forward)] == 0.0
 
 
 def test_a_step_lasts_from_its_first_call_to_that_of_the_next():

@@ -167,26 +167,44 @@ class ArenaShare:
         window = StepRoom(0, self.window_bytes, self.chunk_bytes, self.depth)
         return self.scratch if self.scratch.nbytes > window.nbytes else window
 
+    def of(self, phase: Phase) -> tuple[object, ...]:
+        """All of it that the schedule of a call of a phase depends on."""
+        if phase is Phase.STEP:
+            return self.step_room, self.reach
+        return self.window_bytes, self.max_lead, self.reach
 
-def arranged(step: StepTrace, homes: Mapping[EntryRef, str], arena: ArenaShare) -> StepTrace:
+
+Arrangements = dict[tuple[object, ...], Schedule]
+"""Schedules that were arranged, by all that they depend on; those of steps that are compared."""
+
+
+def arranged(
+    step: StepTrace,
+    homes: Mapping[EntryRef, str],
+    arena: ArenaShare,
+    known: Arrangements | None = None,
+) -> StepTrace:
     """A whole step under a placement, as the runtime will walk it.
 
     homes   key of an entry -> the tier that it rests on
+    known   what was arranged before, of calls of this record of the step; is added to
     raises  BudgetExceeded, if what one run reads does not fit the window
     """
-    made: dict[tuple[object, ...], Schedule] = {}
+    made = {} if known is None else known
     as_held: dict[tuple[int, int], Schedule] = {}  # one object for all calls that walk it
     calls, held = [], {ref for ref, home in homes.items() if home == HELD}
     for call in step.calls:
         at = tuple(homes.get(ref, step.facts[ref].home) for ref in call.entries)
         stay = call.making(held)
-        known = call.schedule.serial, at, stay
-        if known not in made:
-            made[known] = _arranged(call.schedule, at, stay, arena)
-        schedule, holds = made[known], call.schedule.holds
+        share = arena.of(call.phase)
+        key = call.schedule.serial, at, stay, share
+        if key not in made:
+            made[key] = _arranged(call.schedule, at, stay, arena)
+        schedule, holds = made[key], call.schedule.holds
         both = schedule.serial, id(holds)
         if both not in as_held:
-            as_held[both] = replace(schedule, holds=holds)
+            same = schedule.holds is holds
+            as_held[both] = schedule if same else replace(schedule, holds=holds)
         calls.append(replace(call, schedule=as_held[both]))
     facts = {ref: replace(f, home=homes.get(ref, f.home)) for ref, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)

@@ -53,10 +53,13 @@ def choose_starts(
     starts = _leads(needs, high, max_lead)
     if quickly_packed(needs, starts) <= budget_bytes:
         return starts
+    fit = {latest: True, starts: False}  # a little more allowed seldom changes anything
     for _ in range(12):
         allowance = (low + high) // 2
         starts = _leads(needs, allowance, max_lead)
-        if quickly_packed(needs, starts) <= budget_bytes:
+        if starts not in fit:
+            fit[starts] = quickly_packed(needs, starts) <= budget_bytes
+        if fit[starts]:
             best, low = starts, allowance
         else:
             high = allowance

@@ -135,21 +135,38 @@ class Leaving:
         self._kept, self._most = 0, 16
         """Transfers that are remembered, and how many may be before those that ended are dropped:
         looking for these each time would take longer than all else."""
+        self._refilled: set[tuple[int, int]] = set()
+        """(begin, end) of what was overwritten since a transfer from there started."""
 
     def start(self, slot: Slot, transfer: SimTransfer) -> None:
-        """Add a transfer that starts."""
+        """Add a transfer that starts, in the place of all that what it moves came after."""
+        at = slot.address, slot.end
+        if at in self._refilled:
+            self._refilled.remove(at)
+            self._kept -= len(self._rows.pop(at, ()))
         if self._kept >= self._most:
             live = {at: [r for r in rows if r[1].over_s is None] for at, rows in self._rows.items()}
             self._rows = {at: rows for at, rows in live.items() if rows}
             self._kept = sum(map(len, self._rows.values()))
             self._most = 2 * self._kept + 16
-        self._rows.setdefault((slot.address, slot.end), []).append((next(self._places), transfer))
+        self._rows.setdefault(at, []).append((next(self._places), transfer))
         self._kept += 1
 
     def over(self, begin: int, end: int) -> list[SimTransfer]:
         """Those that have not ended, of slots that share bytes with [begin, end), as they came."""
         rows = self._rows.items()
         return _pending(many for (first, last), many in rows if first < end and begin < last)
+
+    def overwritten(self, begin: int, end: int) -> list[SimTransfer]:
+        """As `over`, for a transfer to [begin, end) that starts after them.
+
+        What leaves a slot in there from now on comes after that transfer, and so after them: it
+        stands for them. Else a step of many chunks, of which each waits for all that left its
+        lane, would take time with the square of them.
+        """
+        inside = [(at, rows) for at, rows in self._rows.items() if at[0] < end and begin < at[1]]
+        self._refilled.update(at for at, _ in inside if begin <= at[0] and at[1] <= end)
+        return _pending(rows for _, rows in inside)
 
     def behind(self, address: int) -> list[SimTransfer]:
         """Those that have not ended, of slots that begin at `address` or behind it."""
@@ -533,7 +550,7 @@ class SimulatedSteps:
 
     def _under(self, slot: Slot) -> list[SimTransfer]:
         """Transfers that must be over before `slot` is overwritten."""
-        return self._leaving.over(slot.address, slot.end)
+        return self._leaving.overwritten(slot.address, slot.end)
 
     def _start(
         self,
@@ -549,7 +566,7 @@ class SimulatedSteps:
         blockers = self._in_flight.blockers(ref, home.begin, home.end, home.writes)
         if self._asynchronous and not transfer.staged:
             sharing = [*follows, *(self._done[t] for t in after)]
-            transfer.order_by_events(tuple(_heard_of(blockers, sharing)))
+            transfer.order_by_events(tuple(dict.fromkeys(_heard_of(blockers, sharing))))
         self._in_flight.start(ref, home.begin, home.end, home.writes, transfer)
         on_stream = self._behind(transfer) if transfer.by_events and transfer.route else ()
         self._traffic.start(

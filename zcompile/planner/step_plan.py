@@ -22,7 +22,7 @@ from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import TIER_LINKS, Machine
 from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
-from zcompile.passes.arrange import ArenaShare, arranged, window_bytes
+from zcompile.passes.arrange import ArenaShare, Arrangements, arranged, window_bytes
 from zcompile.planner.host_step import updated_on_host, with_host_updates
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
@@ -152,6 +152,7 @@ def plan_step(
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []
+    known: Arrangements = {}
     refused: tuple[int, BudgetExceeded] | None = None
     crowded: list[tuple[int, Placement]] = []
     """Windows beside which the device has no room for what is pinned to it."""
@@ -170,7 +171,7 @@ def plan_step(
             continue
         shared = replace(arena, window_bytes=window, depth=DEPTH)
         try:
-            plan = _planned(step, placement, shared, seconds)
+            plan = _planned(step, placement, shared, seconds, known)
         except BudgetExceeded as error:
             if refused is None or window >= refused[0]:
                 # Of the widest, which is the arena that was asked for; without the frames it
@@ -193,7 +194,7 @@ def plan_step(
             # Its frames would hold it, and with it all that its callers hold, until a garbage
             # collection: a call that goes on without a plan may need that room.
             del nearest, refused
-    return _simplest((*made, *_refined(step, made, seconds)))
+    return _simplest((*made, *_refined(step, made, seconds, known)))
 
 
 def _pinned_bytes(step: StepTrace) -> int:
@@ -498,10 +499,13 @@ def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
     return min(near, key=lambda plan: (plan.transfers, plan.seconds))
 
 
-def _refined(step: StepTrace, made: Sequence[StepPlan], seconds: Seconds) -> Iterator[StepPlan]:
+def _refined(
+    step: StepTrace, made: Sequence[StepPlan], seconds: Seconds, known: Arrangements
+) -> Iterator[StepPlan]:
     """The fastest plans with more chunks of an optimizer's step in flight, if it moves anything.
 
-    Also without a step scratch, into which nothing is handed over.
+    Also without a step scratch, into which nothing is handed over. Forward and backward stay as
+    they were arranged, which is `known`.
     """
     best = sorted(made, key=lambda plan: plan.seconds)[:BEST]
     for plan in best:
@@ -512,7 +516,7 @@ def _refined(step: StepTrace, made: Sequence[StepPlan], seconds: Seconds) -> Ite
             for room in rooms:
                 with suppress(BudgetExceeded):
                     deeper = replace(plan.arena, depth=DEEP, scratch=room)
-                    yield _planned(step, plan.placement, deeper, seconds)
+                    yield _planned(step, plan.placement, deeper, seconds, known)
 
 
 def at_rest(
@@ -547,10 +551,17 @@ def at_rest(
 
 
 def _planned(
-    step: StepTrace, placement: Placement, arena: ArenaShare, seconds: Seconds
+    step: StepTrace,
+    placement: Placement,
+    arena: ArenaShare,
+    seconds: Seconds,
+    known: Arrangements | None = None,
 ) -> StepPlan:
-    """The plan of a placement and an arena."""
-    made = arranged(step, placement.homes, arena)
+    """The plan of a placement and an arena.
+
+    known  what was arranged for other plans of the step
+    """
+    made = arranged(step, placement.homes, arena, known)
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
 
 

@@ -300,7 +300,8 @@ class Executor:
     def _end_step(self, schedule: Schedule) -> None:
         """Tell of the step that was recorded, if this call is the first of another."""
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
-            self._policy.step_ended(step)
+            with self.clocks.set_aside():
+                self._policy.step_ended(step)
 
     def note_waiting(self, schedule: Schedule, entries: Sequence[Entry]) -> None:
         """Record a call of an optimizer of which nothing is walked yet, since its updates are

@@ -14,12 +14,14 @@ too little every time. The limit leaves out what a machine that sleeps adds. A *
 kernels are chosen and pages are touched for the first time, counts only as long as nothing else is
 known. Of instructions that may wait for a transfer (as `Wait`, `Borrow`) the figure is the minimum,
 which is what they take when they need not wait; what `Reduce` waits for is known, and taken off.
-Between two calls it is the median: a user may do anything there now and then, and a plan is made
-there once.
+Between two calls it is the median: a user may do anything there now and then. The first time there
+is cold, since backward is compiled after the first forward; what the project does there itself, as
+planning, is set aside (`Clocks.set_aside`).
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from time import perf_counter
@@ -251,6 +253,10 @@ class Samples:
             del self._times[key]
         self._times.setdefault(key, deque(maxlen=RECENT)).append(seconds)
 
+    def knows(self, key: object) -> bool:
+        """Whether there is a sample of it."""
+        return key in self._times
+
     def share(self, region: Region, seconds: float, cold: bool) -> None:
         """Note what a region took; of a joined one, share it among its parts by what each took
         alone.
@@ -395,7 +401,8 @@ class Clocks:
         now = perf_counter()
         if self._last is not None:
             before, ended = self._last
-            self._gaps.note((before, call_name(schedule)), now - ended)
+            between = before, call_name(schedule)
+            self._gaps.note(between, now - ended, cold=not self._gaps.knows(between))
         if schedule.phase is Phase.FORWARD and self._stepping:
             if self._step_began is not None:
                 self._steps.append(now - self._step_began)
@@ -421,6 +428,17 @@ class Clocks:
         """The host waited for a transfer since the last walk: that is no part of the gap."""
         if self._last is not None:
             self._last = self._last[0], self._last[1] + seconds
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Whatever is done in here between two walks is no part of the gap between them: planning,
+        which takes longer than a step, comes again in hardly any."""
+        last, begin = self._last, perf_counter()
+        try:
+            yield
+        finally:
+            if last is not None and self._last is not None:
+                self._last = last[0], last[1] + perf_counter() - begin
 
     def stepped(self) -> None:
         """An optimizer is done: the next forward begins a step."""

@@ -192,12 +192,11 @@ def test_what_leaves_a_slot_that_was_filled_anew_stands_for_what_left_it_before(
     leaving.start(Slot(64, 64), beside)
     assert leaving.overwritten(32, 64) == [old]
     leaving.start(low, new)  # of which only a part was filled: what it moves may be of before
-    assert leaving.over(0, 64) == [old, new]
+    assert leaving.behind(0) == [old, beside, new]
     assert leaving.overwritten(0, 128) == [old, beside, new]
     leaving.start(all_of_it, last := SimTransfer(4))
-    assert leaving.over(0, 64) == [old, new, last]
+    assert leaving.behind(0) == [old, beside, new, last]
     leaving.start(low, again := SimTransfer(5))
-    assert leaving.over(0, 128) == [beside, last, again]
     assert leaving.behind(0) == [beside, last, again]
 
 
@@ -457,6 +456,22 @@ def test_the_same_step_takes_the_same_time_again():
     assert simulate(step, Costs(machine())) == simulate(step, Costs(machine()))
 
 
+def test_who_waits_for_what_a_slot_stands_for_waits_for_all_that_left_it():
+    draw, leaving = random.Random(1), Leaving()
+    came: list[tuple[int, int, SimTransfer]] = []
+    behind: dict[int, set[int]] = {}
+    """Of a transfer: those that have ended once it has."""
+    for _ in range(300):
+        begin, nbytes = 64 * draw.randrange(8), 64 * draw.randrange(1, 4)
+        waited = leaving.overwritten(begin, begin + nbytes)
+        known = set().union(*(behind[id(t)] for t in waited)) if waited else set()
+        there = {id(t) for first, last, t in came if first < begin + nbytes and begin < last}
+        assert known >= there, "all of those that left bytes of it"
+        leaving.start(Slot(begin, nbytes), transfer := SimTransfer(nbytes))
+        behind[id(transfer)] = {id(transfer)} | known
+        came.append((begin, begin + nbytes, transfer))
+
+
 def test_what_is_in_flight_is_found_by_its_bytes_in_the_order_in_which_it_came():
     """However much of it is over by then, and not looked through each time."""
     draw, leaving, on_entry = random.Random(0), Leaving(), InFlight()
@@ -474,7 +489,6 @@ def test_what_is_in_flight_is_found_by_its_bytes_in_the_order_in_which_it_came()
         first, last = 64 * draw.randrange(8), 64 * draw.randrange(8, 12)
         live = [row for row in came if row[3].over_s is None]
         there = [row for row in live if row[0] < last and first < row[1]]
-        assert leaving.over(first, last) == [row[3] for row in there]
         assert leaving.behind(first) == [row[3] for row in live if row[0] >= first]
         assert on_entry.blockers("entry", first, last, True) == [row[3] for row in there]
         assert on_entry.blockers("entry", first, last, False) == [r[3] for r in there if r[2]]

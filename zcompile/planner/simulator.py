@@ -152,13 +152,9 @@ class Leaving:
         self._rows.setdefault(at, []).append((next(self._places), transfer))
         self._kept += 1
 
-    def over(self, begin: int, end: int) -> list[SimTransfer]:
-        """Those that have not ended, of slots that share bytes with [begin, end), as they came."""
-        rows = self._rows.items()
-        return _pending(many for (first, last), many in rows if first < end and begin < last)
-
     def overwritten(self, begin: int, end: int) -> list[SimTransfer]:
-        """As `over`, for a transfer to [begin, end) that starts after them.
+        """Those that have not ended, of slots that share bytes with [begin, end), as they came; a
+        transfer to there starts after them.
 
         What leaves a slot in there from now on comes after that transfer, and so after them: it
         stands for them. Else a step of many chunks, of which each waits for all that left its

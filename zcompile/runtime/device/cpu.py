@@ -78,7 +78,8 @@ class CpuDevice:
         array: Any = (ctypes.c_ubyte * max(memory.numel(), 1)).from_address(memory.data_ptr())
         array.memory = memory  # which lives as long as this does
         watch(array)
-        return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
+        with torch.inference_mode(False):  # as of `host_pages`
+            return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
 
     def mark(self) -> Ticket:
         return Ready()

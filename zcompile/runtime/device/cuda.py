@@ -67,7 +67,8 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> Tensor:
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+            with torch.inference_mode(False):  # as of `host_pages`
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             raise DeviceTooSmall(str(self.torch_device), nbytes, self.free_bytes()) from error
 
@@ -95,7 +96,8 @@ class CudaDevice:
         watch(borrowed)
         if memory.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=self.torch_device)
-        return torch.as_tensor(borrowed, device=self.torch_device)
+        with torch.inference_mode(False):  # as of `host_pages`
+            return torch.as_tensor(borrowed, device=self.torch_device)
 
     def mark(self) -> Ticket:
         made = Mark(self, self._events)

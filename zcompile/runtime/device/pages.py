@@ -27,13 +27,14 @@ def machine_bytes() -> int:
 def host_pages(nbytes: int) -> Tensor:
     """Zeroed host memory in a mapping of its own, unmapped when its last tensor dies.
 
-    returns  uint8 [nbytes], 2 MiB aligned
+    returns  uint8 [nbytes], 2 MiB aligned, to be written in any mode of torch
     """
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     # Private, since Python's default, a shared mapping, is backed by shmem without huge pages.
     mapping = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    with torch.inference_mode(False):  # torch lets nobody write later to what that mode has made
+        memory = torch.frombuffer(mapping, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE_BYTES
     whole_pages = nbytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     if hasattr(mmap, "MADV_DONTFORK"):

@@ -402,7 +402,8 @@ class Fabric:
         raises  RanksDiffer, RankFailed
         """
         self.agree("read", name, nbytes, text=repr(name))
-        memory = torch.empty(nbytes * self.size, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):  # another thread writes to it
+            memory = torch.empty(nbytes * self.size, dtype=torch.uint8, device="cpu")
         own = memory[nbytes * self.rank :][:nbytes]
         self.gather(memory, name, [read(own)]).wait()
         return memory

@@ -806,7 +806,8 @@ class Store:
 
         raises  ValueUnset
         """
-        memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
+        with torch.inference_mode(False):  # another thread writes to it
+            memory = torch.empty(entry.nbytes, dtype=torch.uint8, device="cpu")
         self.read(entry, memory).wait()
         return memory
 

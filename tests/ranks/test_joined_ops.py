@@ -9,12 +9,13 @@ from torch import optim
 
 import zcompile
 from zcompile.errors import RanksDiffer
+from zcompile.frontend.offload import session_behind
+from zcompile.runtime.ranks.fabric import RECORD_BYTES
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
 OP_BY_OP = {
     "AdamW": lambda p: optim.AdamW(p, lr=1e-3, foreach=False),
-    "AdamW in lists": lambda p: optim.AdamW(p, lr=1e-3, foreach=True),
     "Adam, amsgrad": lambda p: optim.Adam(p, lr=1e-3, amsgrad=True, weight_decay=0.1),
     "Adadelta": lambda p: optim.Adadelta(p, lr=0.1),
     "Adagrad": lambda p: optim.Adagrad(p, lr=1e-2),
@@ -24,6 +25,8 @@ OP_BY_OP = {
     "RMSprop, centered": lambda p: optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
     "SGD, Nesterov": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
 }
+WITH_OTHER_OPS = ("Adam, amsgrad", "ASGD")
+"""Of which some ops do not wait, as those with `out=`: on each the ranks agree by itself."""
 GATHERED = {
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2),
     "Adamax": lambda p: optim.Adamax(p, lr=1e-3),
@@ -61,6 +64,8 @@ def test_an_optimizer_that_computes_op_by_op_gathers_nothing(pool, name):
     rows = pool.run(trained, 2, name)
     assert [found for found, _ in rows] == [trained_eagerly(name)] * 2
     assert [crossed["gather"] for _, crossed in rows] == [0, 0]
+    once = [crossed["agree"] == RECORD_BYTES for _, crossed in rows]
+    assert once == [name not in WITH_OTHER_OPS] * 2
 
 
 @pytest.mark.parametrize("name", sampled([*GATHERED], "Adafactor"))
@@ -68,6 +73,44 @@ def test_results_of_which_the_whole_is_asked_for_are_gathered(pool, name):
     rows = pool.run(trained, 2, name)
     assert [found for found, _ in rows] == [trained_eagerly(name)] * 2
     assert all(crossed["gather"] > 0 for _, crossed in rows)
+
+
+UNEVEN = {**BUDGETS, "throttle": {"h2d": "50MB/s", "d2h": "50MB/s"}}
+
+
+def uneven(mesh, name):
+    """The weights after steps in which ranks have batches of other sizes, so that each plans by
+    itself what rests where, and which updates are late; with a second step that no forward comes
+    before."""
+    model = zcompile.offload(words(), mesh=mesh, **UNEVEN)
+    optimizer, run = UNEVENLY[name](model.parameters()), torch.compile(model, backend="zinf")
+    rank = mesh.get_local_rank()
+    homes = []
+    for step in range(8):
+        drawn = torch.Generator().manual_seed(2 * step + rank)
+        ids = torch.randint(200, ((2, 12)[rank], (8, 32)[rank] + 1), generator=drawn)
+        run(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()).backward()
+        optimizer.step()
+        homes = [entry.home for entry in session_behind(model).entries()]
+        if step == 6:
+            optimizer.step()
+        optimizer.zero_grad()
+    found = state_of(model, optimizer)
+    zcompile.close(model)
+    return found, homes
+
+
+UNEVENLY = {
+    "op by op": lambda p: optim.AdamW(p, lr=1e-3, foreach=False),
+    "in lists": lambda p: optim.AdamW(p, lr=1e-3, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", sampled([*UNEVENLY], "op by op"))
+def test_what_each_rank_plans_by_itself_changes_nothing_that_they_agree_on(pool, name):
+    (found, homes), (others, elsewhere) = pool.run(uneven, 2, name)
+    assert found == others
+    assert homes != elsewhere, "each rank has a plan of its own"
 
 
 def with_another_rate(mesh):

@@ -32,7 +32,13 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Layout
 from zcompile.runtime.eager.clipping import SCALES, defer_scale, known_norm
 from zcompile.runtime.eager.fillings import SPECIAL, new_like
-from zcompile.runtime.eager.joined import NOT_JOINED, computed, has_lazy_results, join
+from zcompile.runtime.eager.joined import (
+    NOT_JOINED,
+    agree_on_noted,
+    computed,
+    has_lazy_results,
+    join,
+)
 from zcompile.runtime.eager.rows import (
     UNANNOTATED_WRITES,
     Application,
@@ -89,6 +95,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         joined = _join(cls, func, args, kwargs)
         if joined is not NOT_JOINED:
             return joined
+        agree_on_noted(cls, args, kwargs)
         agree_on_op(fabric, cls, func, leaves_of(args, kwargs), kwargs)
         if func in OVERWRITES and isinstance(args[0], cls):
             target: Any = args[0]

@@ -105,11 +105,22 @@ class LazyResult(Tensor):
         if self._broken is not None:
             self._broken.settle()
         if self._share is not None:
-            whole = self._share.gathered().as_strided(self.size(), self.stride())
-            self.ops.session.count_until_dead([whole])
-            self._value, self._share = whole, None
+            self.ops.agree()
+            self._value, self._share = self._gathered(self._share), None
         assert self._value is not None, "a result that is alive is computed with its ops"
         return self._value
+
+    def _gathered(self, share: "_Share") -> Tensor:
+        """All of it. raises  BudgetExceeded, before it is gathered; RanksDiffer, RankFailed"""
+        session = self.ops.session
+        whole = _target(self, None)
+        counted = session.begin_whole("ops", [], [whole], 0)
+        try:
+            share.gather_into(whole)
+        finally:
+            session.end_whole(counted)
+        session.count_until_dead([whole])
+        return whole
 
     def give(self, value: "Tensor | _Share") -> None:
         """`value` was computed."""
@@ -144,6 +155,7 @@ class LazyResult(Tensor):
                 made = join(first.ops.cls, func, args, kwargs)
                 if made is not NOT_JOINED:
                     return made
+                first.ops.agree()
                 plain_args, plain_kwargs = computed(args, kwargs)
         except BaseException:
             run_noted_ops(first.ops.cls, [first])
@@ -192,15 +204,16 @@ class _Share:
     name: str
     fabric: Fabric
 
-    def gathered(self) -> Tensor:
-        """All elements, in ordinary host memory; each rank calls this."""
+    def gather_into(self, whole: Tensor) -> None:
+        """Fill `whole`, which is dense, with what all ranks have; each of them calls this."""
 
         def bring(into: Tensor) -> Ticket:
             into.copy_(self.elements.view(torch.uint8))
             return Ready()
 
         flat = self.fabric.gathered(self.name, self.elements.nbytes, bring)
-        return flat.view(self.elements.dtype)[: self.partition.numel].to(self.elements.device)
+        values = flat.view(self.elements.dtype)[: self.partition.numel]
+        whole.copy_(values.as_strided(whole.size(), whole.stride()))
 
 
 def has_lazy_results(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -269,6 +282,11 @@ class JoinedOps:
         self._untold = Agreement()
         """On which ranks have to agree before any of the ops runs."""
 
+    @property
+    def has_any(self) -> bool:
+        """Whether any op waits."""
+        return bool(self._of_entry)
+
     def partition_of(self, lazy: LazyResult) -> Partition | None:
         """How a result that waits is divided over ranks; None, if it is not."""
         return self._of_result[lazy.number].partition
@@ -276,8 +294,20 @@ class JoinedOps:
     def tell(self, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Before an op is noted: where ranks hold shares, they will agree on it."""
         if self.session.fabric is not None:
-            args, kwargs = trees.tree_map(_by_number, (tuple(args), kwargs))
+            args, kwargs = trees.tree_map(_as_told, (tuple(args), kwargs))
             self._untold.add(agreement_on(self.cls, func, leaves_of(args, kwargs), kwargs))
+
+    def agree(self) -> None:
+        """Let ranks that hold shares agree on what was noted since they last did.
+
+        Called where all of them come to in the same order: when a step ends, and before anything
+        else on which they agree. When noted ops run, each decides by itself.
+        raises  RanksDiffer, RankFailed
+        """
+        fabric, untold = self.session.fabric, self._untold
+        if fabric is not None and untold.details:
+            untold.reach(fabric, f"call ops of {self._name}")
+            self._untold = Agreement()
 
     @property
     def session(self) -> Session:
@@ -372,6 +402,7 @@ class JoinedOps:
 
         raises  as `settle`
         """
+        self.agree()
         self._run(may_wait=True)
 
     def settle(self) -> None:
@@ -387,10 +418,6 @@ class JoinedOps:
         rows = list({id(row): row for row in self._of_entry.values()}.values())
         if not rows:
             return
-        fabric = self.session.fabric
-        if fabric is not None:
-            self._untold.reach(fabric, f"call ops of {self._name}")
-            self._untold = Agreement()
         alive = {n: lazy for n, ref in self._lazy.items() if (lazy := ref()) is not None}
         noted = self._of_entry, self._of_result, self._lazy
         self._of_entry, self._of_result, self._lazy = {}, {}, {}
@@ -442,7 +469,7 @@ class JoinedOps:
             if part is None or fabric is None:
                 lazy.give(made)
             else:
-                lazy.give(_Share(part, made, f"a result of {self._name}", fabric))
+                lazy.give(_Share(part, made, f"result {number} of {self._name}", fabric))
 
     def _break(
         self, rows: Sequence[_NotedRow], lazy: Sequence[LazyResult], error: BaseException
@@ -510,9 +537,12 @@ class _ResultOf:
     number: int
 
 
-def _by_number(value: Any) -> Any:
-    """A lazy result's number in its place."""
-    return value.number if isinstance(value, LazyResult) else value
+def _as_told(value: Any) -> Any:
+    """A lazy result by its number, and a tensor of one number by value: as an op is noted."""
+    if isinstance(value, LazyResult):
+        return value.number
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.numel() == 1 and value.is_cpu
+    return value.item() if plain else value
 
 
 def _as_noted(app: Application) -> Application:
@@ -544,6 +574,16 @@ def run_noted_ops(cls: Any, leaves: Iterable[Any]) -> None:
                 session_of(tiered.entry).run_noted_ops()
 
 
+def agree_on_noted(cls: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Before ranks agree on an op of its own: let them agree on those that were noted before.
+
+    raises  RanksDiffer, RankFailed
+    """
+    tiered: Any = next(leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, cls))
+    if (noted := session_of(tiered.entry).noted_ops) is not None:
+        noted.agree()
+
+
 # --- Which ops wait ---
 
 
@@ -564,10 +604,16 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
     if session is None or len(sessions) != 1:
         return NOT_JOINED
     lists = schema.name.startswith("aten::_foreach")
+    if lists and session.fabric is not None:
+        return (
+            NOT_JOINED  # it would depend on where a rank's operands rest, which is its own affair
+        )
     if lists and not any(_moves(tensor, cls) for app in apps for tensor in app.tensors()):
         return NOT_JOINED  # what rests in reach is computed in one call
     dtypes = [_made_dtype(app) for app in apps]  # raises what torch raises
     ops = session.noted_ops or session.note_ops_by(JoinedOps(session, cls))
+    if session.fabric is not None and not ops.has_any:
+        session.late.settle()  # each rank decides which updates are late, too
     for app in apps:
         ops.make_way(app)
         ops.widen_written(app)

@@ -126,11 +126,11 @@ class SharedRange:
 
 def shared_range(spec: ParamSpec, begin: int, numel: int, itemsize: int) -> SharedRange | None:
     """The elements [begin, begin + numel) of a parameter, or of its gradient, as ranks hold them;
-    None, if they are all of it, or if each rank has all.
+    None, if each rank has all of it.
 
     itemsize  bytes of an element: a copy, or a gradient, may be of another dtype
     """
-    if spec.share is None or numel >= spec.layout.numel:
+    if spec.share is None:
         return None
     first, last = spec.share
     share_nbytes = (last - first) // spec.layout.dtype.itemsize * itemsize
@@ -139,7 +139,8 @@ def shared_range(spec: ParamSpec, begin: int, numel: int, itemsize: int) -> Shar
 
 
 def range_of_fetch(spec: ParamSpec, brings: Layout) -> SharedRange | None:
-    """As `shared_range`, of what a fetch brings: a tile of a weight, which is in one piece."""
-    if not brings.dense:
+    """As `shared_range`, of what a fetch brings: a tile of a weight, which is in one piece; None,
+    if that is all of it."""
+    if not brings.dense or brings.numel >= spec.layout.numel:
         return None
     return shared_range(spec, brings.offset, brings.numel, brings.dtype.itemsize)

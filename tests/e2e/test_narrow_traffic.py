@@ -31,6 +31,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of, seconds_at
 from zcompile.ir.units import Bytes, KiB
+from zcompile.machine.model import Link
 from zcompile.planner import step_plan
 from zcompile.planner.placement import Room
 from zcompile.runtime import relocate
@@ -99,13 +100,20 @@ def test_forward_and_backward_move_four_bytes_in_and_two_out(each_alone):
 
 
 @pytest.mark.parametrize(
-    ("rate", "pays"), sampled_rows([("4MB/s", True), ("200GB/s", False)], ("200GB/s", False))
+    ("bytes_per_s", "pays"), sampled_rows([(4e6, True), (200e9, False)], (200e9, False))
 )
-def test_copies_are_kept_where_they_pay(monkeypatch, rate, pays):
+def test_copies_are_kept_where_they_pay(monkeypatch, bytes_per_s, pays):
+    """By rates that are given: those of a busy machine would say that any byte less pays."""
     monkeypatch.setattr(step_plan, "NARROW_PAYS", 1.01)
     unmeasured = {"regions": {}, "alike": {}, "launches": {}, "issues": {}, "gaps": {}, "idle": {}}
-    monkeypatch.setattr(replan, "costs_of", lambda s: replace(costs_of(s), **unmeasured))
-    run = pair(fields={"throttle": {"h2d": rate, "d2h": rate}}, steps=PLANNED)
+
+    def given(session):
+        costs = costs_of(session)
+        links = {name: Link(name, bytes_per_s) for name in costs.machine.links}
+        return replace(costs, machine=replace(costs.machine, links=links), **unmeasured)
+
+    monkeypatch.setattr(replan, "costs_of", given)
+    run = pair(steps=PLANNED)
     assert bool(copies(run.model)) is pays
 
 

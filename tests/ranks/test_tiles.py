@@ -78,7 +78,9 @@ CASES = {
 ROWS = [(case, ranks) for case in CASES for ranks in (2, 3)]
 
 
-@pytest.mark.parametrize(("case", "ranks"), sampled_rows(ROWS, ("tied", 3), ("planned", 2), ("tokens", 2)))
+@pytest.mark.parametrize(
+    ("case", "ranks"), sampled_rows(ROWS, ("tied", 3), ("planned", 2), ("tokens", 2))
+)
 def test_ranks_with_tiles_end_with_the_bits_of_one_process_with_them(pool, case, ranks):
     fields, kinds, more = CASES[case]
     expected, alone = trained(None, ranks, fields, kinds, **more)

@@ -66,7 +66,7 @@ def held_bytes(device="cpu"):
 def planned(monkeypatch):
     """A plan without a step scratch is not tried: whether one pays is a question of measured
     times."""
-    monkeypatch.setattr(step_plan, "_refined", lambda step, made, seconds: ())
+    monkeypatch.setattr(step_plan, "_refined", lambda *_: ())
 
 
 @pytest.fixture(scope="module")

@@ -125,7 +125,7 @@ def with_another_rate(mesh):
     return str(met.value)
 
 
-def test_ranks_that_differ_are_told_so_before_any_op_runs(pool):
+def test_ranks_that_differ_in_ops_that_waited_are_told_with_what(pool):
     for text in pool.run(with_another_rate, 2):
         assert "call ops of AdamW" in text
         assert "'table.weight'" in text

@@ -37,6 +37,16 @@ def test_slots_are_views_of_one_memory(device):
     assert arena.slot(1000, 40).tolist() == [0] * 24 + [7] * 16
 
 
+def test_memory_that_inference_needed_first_is_written_by_training(device):
+    with torch.inference_mode():
+        memory = arena_of(device, 64 * KiB).slot(0, 64)
+        taken = device.owning_view(memory, lambda _: None)
+    for made in (memory, taken):
+        made.add_(1)
+        assert made.tolist() == [1] * 64
+        made.zero_()
+
+
 def test_a_view_that_inference_met_first_is_written_by_training(device):
     """As an evaluation right after the second step, in which the step is planned, does."""
     arena, bias = arena_of(device, 64 * KiB), Layout((8,), (1,), 0, torch.float32)

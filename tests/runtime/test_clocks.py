@@ -135,6 +135,21 @@ def test_planning_is_no_part_of_what_lies_between_two_calls(monkeypatch):
     assert between(Clocks(OnHost(), waited), monkeypatch, (1.0, 512.0)) == 1.0
 
 
+def test_calls_that_planning_walks_are_no_ends_of_pauses(monkeypatch):
+    """As those that compute late updates, before entries move."""
+    clocks, now = Clocks(OnHost(), waited), [0.0]
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    clocks.watch(schedule()).over()
+    now[0] += 1.0
+    with clocks.set_aside():
+        now[0] += 256.0
+        clocks.watch(schedule(phase=Phase.STEP)).over()
+        now[0] += 256.0
+    clocks.watch(schedule(phase=Phase.BACKWARD)).over()
+    gaps = clocks.costs(BARE, TransferModes()).gaps
+    assert gaps == {("forward test", "backward test"): 1.0}
+
+
 def test_the_first_time_between_two_calls_counts_until_there_is_another(monkeypatch):
     assert between(Clocks(OnHost(), waited), monkeypatch, 64.0) == 64.0
     assert between(Clocks(OnHost(), waited), monkeypatch, 64.0, 1.0) == 1.0

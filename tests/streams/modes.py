@@ -104,12 +104,14 @@ def _copies(session: Session) -> list[Any]:
 class Training:
     """A model that trains, step by step.
 
+    compiled     calls the model
     waits        of the main thread in the last step, by who waited
     first_waits  in the first steps of which accesses were noted; pairs: what was found in them
     """
 
     name: str
     model: nn.Module
+    compiled: Callable[..., Tensor]
     mode: Mode
     simulation: Simulation
     act: Callable[[int], None]
@@ -174,9 +176,9 @@ def training(name: str) -> Iterator[Training]:
         if mode.narrow:
             # As on CUDA, which the streams stand for.
             model = zcompile.offload(narrow_runs.mlp(), device="cpu", updates="device", **fields)
-            run = narrow_runs.Run(model, torch.compile(model, backend="zinf"))
-            act = run.steps
-            made = Training(name, model, mode, simulation, lambda n: act(n, n + 1))
+            compiled = torch.compile(model, backend="zinf")
+            act = narrow_runs.Run(model, compiled).steps
+            made = Training(name, model, compiled, mode, simulation, lambda n: act(n, n + 1))
         else:
             model = zcompile.offload(
                 planned_runs.gpt(mode.layers), device="cpu", updates="device", **fields
@@ -185,6 +187,7 @@ def training(name: str) -> Iterator[Training]:
             made = Training(
                 name,
                 model,
+                compiled,
                 mode,
                 simulation,
                 lambda n: planned_runs.train(model, compiled, optimizer, n, n + 1, mode.batches),

@@ -4,6 +4,7 @@ the device's own code over simulated streams, and with each order taken out the 
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import planned_runs
 import pytest
 import torch
 from sampled import sampled
@@ -48,6 +49,18 @@ def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):
     # Where a step has room beside the arena, that goes back to the device once, at its end.
     waits = [who for who in run.first_waits if " < leave < " not in who]
     assert bool(waits) == run.mode.by_host, waits
+
+
+@pytest.mark.parametrize("name", sampled(["streaming", "part on the device"], "streaming"))
+def test_training_goes_on_after_a_large_batch_in_inference_mode(name):
+    """It needs an arena of another size, so that the memory is made in that mode."""
+    with training(name) as run:
+        run.steps(WARM)
+        tokens = torch.randint(0, planned_runs.VOCABULARY, (16, 9))
+        with torch.inference_mode():
+            planned_runs.loss_of(run.compiled, tokens)
+        run.steps(1)
+        assert all(map(torch.equal, run.values(), plainly(name, run.number)))
 
 
 def lag_of(run: Training) -> tuple[int, int]:

@@ -374,7 +374,7 @@ class Clocks:
         self._gaps = Samples()
         self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
         self._last: tuple[str, float] | None = None
-        self._set_aside = False
+        self._is_aside = False
         self._step_began: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)
         self._stepping = False
@@ -400,7 +400,7 @@ class Clocks:
     def watch(self, schedule: Schedule) -> "Timer":
         """A walk begins: returns its timer."""
         now = perf_counter()
-        if self._last is not None and not self._set_aside:
+        if self._last is not None and not self._is_aside:
             before, ended = self._last
             between = before, call_name(schedule)
             self._gaps.note(between, now - ended, cold=not self._gaps.knows(between))
@@ -434,11 +434,11 @@ class Clocks:
     def set_aside(self) -> Iterator[None]:
         """Whatever is done in here between two walks, other walks included, is no part of the gap
         between them: planning, which takes longer than a step, comes again in hardly any."""
-        last, begin, self._set_aside = self._last, perf_counter(), True
+        last, begin, self._is_aside = self._last, perf_counter(), True
         try:
             yield
         finally:
-            self._set_aside = False
+            self._is_aside = False
             if last is not None and self._last is not None:
                 self._last = last[0], last[1] + perf_counter() - begin
 

@@ -91,7 +91,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if _is_view(func):
         return _view(cls, func, args, kwargs)
     if (fabric := fabric_of(cls, args, kwargs)) is not None:
-        # What waits is agreed on before it runs, all of it together.
+        # What waits is agreed on later, all of it together, and before anything else.
         joined = _join(cls, func, args, kwargs)
         if joined is not NOT_JOINED:
             return joined

@@ -11,8 +11,8 @@ bits are those of the ops one by one.
 
 Joined are the ops of torch's own optimizers: code of users may do with a result what only a tensor
 with memory stands. Not joined are fused optimizers, of which an update is one op; lists of ops
-whose operands all rest in reach, which run in one call; ops with a plain operand of more than one
-element, which others may change meanwhile; and ops on part of an entry.
+whose operands all rest in reach, which run in one call, and any list over ranks; ops with a plain
+operand of more than one element, which others may change meanwhile; and ops on part of an entry.
 """
 
 import sys
@@ -280,7 +280,7 @@ class JoinedOps:
         self._of_result: dict[int, _NotedRow] = {}
         self._lazy: dict[int, weakref.ref[LazyResult]] = {}
         self._untold = Agreement()
-        """On which ranks have to agree before any of the ops runs."""
+        """On which ranks have not agreed yet."""
 
     @property
     def has_any(self) -> bool:
@@ -605,15 +605,13 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
         return NOT_JOINED
     lists = schema.name.startswith("aten::_foreach")
     if lists and session.fabric is not None:
-        return (
-            NOT_JOINED  # it would depend on where a rank's operands rest, which is its own affair
-        )
+        return NOT_JOINED  # plans differ by rank, and with them whether any operand moves
     if lists and not any(_moves(tensor, cls) for app in apps for tensor in app.tensors()):
         return NOT_JOINED  # what rests in reach is computed in one call
     dtypes = [_made_dtype(app) for app in apps]  # raises what torch raises
     ops = session.noted_ops or session.note_ops_by(JoinedOps(session, cls))
     if session.fabric is not None and not ops.has_any:
-        session.late.settle()  # each rank decides which updates are late, too
+        session.late.settle()  # which are late differs too: none is to settle what is noted
     for app in apps:
         ops.make_way(app)
         ops.widen_written(app)

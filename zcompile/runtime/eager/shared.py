@@ -2,9 +2,9 @@
 
 All ranks call them. What they are about to do is compared first: the op, the tensors it is about,
 numbers such as the learning rate, the values of plain operands, and the state of the generator that
-an op draws from. The ops of torch's optimizers that wait to be joined are compared together, before
-they run. Elementwise ops then change shares where they rest; norms of gradients are summed
-over ranks; everything else gathers whole tensors on every rank.
+an op draws from. Ops of torch's optimizers that wait to be joined are compared all together, when
+the step ends. Elementwise ops change shares where they rest; norms of gradients are summed over
+ranks; everything else gathers whole tensors on every rank.
 """
 
 from collections.abc import Sequence

@@ -1,15 +1,18 @@
 """Optimizers that compute op by op update shares where they rest: what a step does to a parameter
 is one row, on which the ranks agree once, and for which nothing is gathered."""
 
+from unittest import mock
+
 import pytest
 import torch
 from rank_models import batch, state_of, train, words
 from sampled import sampled
-from torch import optim
+from torch import nn, optim
 
 import zcompile
-from zcompile.errors import RanksDiffer
+from zcompile.errors import RanksDiffer, ZinfError
 from zcompile.frontend.offload import session_behind
+from zcompile.runtime.eager import joined
 from zcompile.runtime.ranks.fabric import RECORD_BYTES
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -73,6 +76,60 @@ def test_results_of_which_the_whole_is_asked_for_are_gathered(pool, name):
     rows = pool.run(trained, 2, name)
     assert [found for found, _ in rows] == [trained_eagerly(name)] * 2
     assert all(crossed["gather"] > 0 for _, crossed in rows)
+
+
+class Keeping(optim.Optimizer):
+    """Keeps two results for each parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.kept = []
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.kept += [p * 2, p * 3]
+            p.mul_(0.5)
+
+
+def kept_results(mesh, order, device_memory="4MiB"):
+    """Whether results are what they were made as, read in this order after the step, which has
+    changed what they were made of; or the error."""
+    torch.manual_seed(0)
+    weight = torch.randn(130, 150).t()  # as it lies
+    model = nn.Linear(130, 150, bias=False)
+    model.weight = nn.Parameter(weight)
+    fields = {**BUDGETS, "device_memory": device_memory}
+    model = zcompile.offload(model, mesh=mesh, **fields)
+    optimizer, found = Keeping(model.parameters()), {}
+    torch.compile(model, backend="zinf")(torch.ones(2, 130)).sum().backward()
+    try:
+        # Ops of users do not wait; these stand for what torch's optimizers may keep.
+        with mock.patch.object(joined, "_is_called_by_torchs_optimizers", return_value=True):
+            optimizer.step()
+        for at in order[mesh.get_local_rank()]:
+            assert isinstance(optimizer.kept[at], joined.LazyResult)
+            found[at] = torch.equal(optimizer.kept[at] + 0, weight * (2 + at))
+    except ZinfError as error:
+        found = f"{type(error).__name__}: {error}"
+    zcompile.close(model)
+    return found
+
+
+def test_results_that_are_kept_are_read_whole_as_they_were_made(pool):
+    assert pool.run(kept_results, 2, [(0, 1)] * 2) == [{0: True, 1: True}] * 2
+
+
+def test_ranks_that_read_other_results_are_told(pool):
+    for text in pool.run(kept_results, 2, [(0, 1), (1, 0)]):
+        assert text.startswith("RanksDiffer: ")
+        assert "rank 0: read 'result 0 of Keeping'" in text
+        assert "rank 1: read 'result 1 of Keeping'" in text
+
+
+def test_a_result_for_which_there_is_no_room_is_refused(pool):
+    for text in pool.run(kept_results, 2, [(0, 1)] * 2, "160KiB"):
+        assert text.startswith("BudgetExceeded: a result of an optimizer, which takes whole"), text
 
 
 UNEVEN = {**BUDGETS, "throttle": {"h2d": "50MB/s", "d2h": "50MB/s"}}

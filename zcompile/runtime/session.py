@@ -626,6 +626,7 @@ class Session(Store):
     ) -> list[LiveStorages]:
         """Make room for an op of an optimizer, and count its operands until `end_whole`.
 
+        op       for people, who are told of which optimizer
         entries  that it gathers
         plain    tensors that it reads or writes
         nbytes   that it makes
@@ -635,7 +636,7 @@ class Session(Store):
         here = [t for t in plain if self._counts(t)]
         beside = self.live_memory.more(here)
         whole = WholeTensorOp(
-            f"{op} of {self.stepping}",
+            f"{op} of {self.stepping or 'an optimizer'}",
             [(e.name, aligned(e.whole_bytes)) for e in entries],
             [("plain tensors it is called with", beside), ("what it makes", nbytes)],
         )

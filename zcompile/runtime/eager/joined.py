@@ -114,7 +114,7 @@ class LazyResult(Tensor):
         """All of it. raises  BudgetExceeded, before it is gathered; RanksDiffer, RankFailed"""
         session = self.ops.session
         whole = _target(self, None)
-        counted = session.begin_whole("ops", [], [whole], 0)
+        counted = session.begin_whole("a result", [], [whole], 0)
         try:
             share.gather_into(whole)
         finally:

@@ -9,6 +9,7 @@ import torch
 from pairs import mlp, on_disk, train
 from written import HIGH, LOW, fetch, free, run, schedule, wait
 
+import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Fetch, Reduce, Run
 from zcompile.ir.types import Phase
@@ -133,6 +134,54 @@ def between(clocks, monkeypatch, *pauses):
 
 def test_planning_is_no_part_of_what_lies_between_two_calls(monkeypatch):
     assert between(Clocks(OnHost(), waited), monkeypatch, (1.0, 512.0)) == 1.0
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """What is known of `torch.compile`, as in a process in which it has not worked yet."""
+    compiling = profile.Compiling()
+    monkeypatch.setattr(profile, "COMPILING", compiling)
+    return compiling
+
+
+def test_what_torch_compiles_is_no_part_of_what_lies_between_two_calls(monkeypatch, compiling):
+    """With planning before, within and behind it, and when it fails twice."""
+    clocks, now = Clocks(OnHost(), waited), [0.0]
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+
+    def compiles(seconds):
+        compiling.begins()
+        now[0] += seconds
+        compiling.ends()
+
+    clocks.watch(schedule()).over()
+    now[0] += 1.0
+    compiles(64.0)
+    with clocks.set_aside():
+        now[0] += 128.0
+        compiles(256.0)
+        clocks.watch(schedule(phase=Phase.STEP)).over()
+        compiles(512.0)
+    compiles(1024.0)
+    compiling.ends()
+    now[0] += 2.0
+    clocks.watch(schedule(phase=Phase.BACKWARD)).over()
+    gaps = clocks.costs(BARE, TransferModes()).gaps
+    assert gaps == {("forward test", "backward test"): 3.0}
+
+
+def test_a_session_is_told_of_what_torch_compiles_forward_and_backward():
+    model = zcompile.offload(torch.nn.Linear(4, 4), device="cpu", device_memory="4MiB")
+    compiled = torch.compile(model, backend="zinf")
+    seconds = [profile.COMPILING.seconds]
+    for rows in (2, 2, 3):  # another shape is compiled anew
+        loss = compiled(torch.ones(rows, 4)).sum()
+        seconds.append(profile.COMPILING.seconds)
+        loss.backward()
+        seconds.append(profile.COMPILING.seconds)
+    none, first, backward, again, backward_again, other, _ = seconds
+    assert none < first < backward == again == backward_again < other
+    zcompile.close(model)
 
 
 def test_calls_that_planning_walks_are_no_ends_of_pauses(monkeypatch):

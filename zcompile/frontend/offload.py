@@ -62,6 +62,7 @@ from zcompile.runtime.eager.streaming import apply_deferred
 from zcompile.runtime.eager.tensor import TieredTensor, own
 from zcompile.runtime.io.files import make_directory
 from zcompile.runtime.open import Opening, open_resources
+from zcompile.runtime.profile import COMPILING
 from zcompile.runtime.progress import compiling_begins, compiling_ends, working
 from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.ranks.values import (
@@ -376,6 +377,7 @@ def open_session(config: Config, opening: Opening = open_resources) -> Session:
     if config.regions == "inductor":
         check_compiler(torch.device(config.device or "cpu"))
     tell_of_compiling(compiling_begins, compiling_ends)
+    tell_of_compiling(COMPILING.begins, COMPILING.ends)
     if config.emulates_unasked:
         _tell_that_the_device_is_emulated()
     fabric = open_fabric(config)

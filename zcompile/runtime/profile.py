@@ -15,8 +15,9 @@ kernels are chosen and pages are touched for the first time, counts only as long
 known. Of instructions that may wait for a transfer (as `Wait`, `Borrow`) the figure is the minimum,
 which is what they take when they need not wait; what `Reduce` waits for is known, and taken off.
 Between two calls it is the median: a user may do anything there now and then. The first time there
-is cold, since backward is compiled after the first forward; what the project does there itself, as
-planning, is set aside (`Clocks.set_aside`).
+is cold. What `torch.compile` takes there, as for backward after the first forward or for another
+shape of a batch, is taken off (`COMPILING`), and so is what the project does there itself, as
+planning (`Clocks.set_aside`).
 """
 
 from collections import deque
@@ -323,6 +324,34 @@ class Walked:
     levels: tuple[Levels, ...] = ()
 
 
+class Compiling:
+    """A clock that stands still while `torch.compile` works, which torch itself tells.
+
+    seconds  that it has worked in this process, without what is on its way
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began: float | None = None
+
+    def begins(self, _: object = None) -> None:
+        """`torch.compile` begins to trace."""
+        self._began = perf_counter()
+
+    def ends(self, _: object = None) -> None:
+        """It is done; without a begin nothing happens."""
+        if self._began is not None:
+            self.seconds += perf_counter() - self._began
+            self._began = None
+
+    def without(self) -> float:
+        """Seconds of the host's clock without those of `torch.compile`."""
+        return perf_counter() - self.seconds
+
+
+COMPILING = Compiling()
+
+
 class StepListener(Protocol):
     """Hears of the steps of a session. What it takes is no part of a step."""
 
@@ -403,7 +432,8 @@ class Clocks:
         if self._last is not None and not self._is_aside:
             before, ended = self._last
             between = before, call_name(schedule)
-            self._gaps.note(between, now - ended, cold=not self._gaps.knows(between))
+            seconds = COMPILING.without() - ended
+            self._gaps.note(between, seconds, cold=not self._gaps.knows(between))
         if schedule.phase is Phase.FORWARD and self._stepping:
             if self._step_began is not None:
                 self._steps.append(now - self._step_began)
@@ -434,13 +464,13 @@ class Clocks:
     def set_aside(self) -> Iterator[None]:
         """Whatever is done in here between two walks, other walks included, is no part of the gap
         between them: planning, which takes longer than a step, comes again in hardly any."""
-        last, begin, self._is_aside = self._last, perf_counter(), True
+        last, begin, self._is_aside = self._last, COMPILING.without(), True
         try:
             yield
         finally:
             self._is_aside = False
             if last is not None and self._last is not None:
-                self._last = last[0], last[1] + perf_counter() - begin
+                self._last = last[0], last[1] + COMPILING.without() - begin
 
     def stepped(self) -> None:
         """An optimizer is done: the next forward begins a step."""
@@ -504,7 +534,7 @@ class Clocks:
 
     def over(self, schedule: Schedule) -> None:
         """A walk ended well."""
-        self._last = call_name(schedule), perf_counter()
+        self._last = call_name(schedule), COMPILING.without()
 
     def learn(
         self,

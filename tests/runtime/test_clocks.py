@@ -204,11 +204,38 @@ def test_the_first_time_between_two_calls_counts_until_there_is_another(monkeypa
     assert between(Clocks(OnHost(), waited), monkeypatch, 64.0, 1.0) == 1.0
 
 
+def test_a_pause_that_has_ended_is_known_while_planning_and_counts_once(monkeypatch):
+    """What a user did once behind the first step is outvoted before the first plan is made."""
+    clocks, now = Clocks(OnHost(), waited), [0.0]
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    update, forward = schedule(phase=Phase.STEP), schedule()
+
+    def next_step(pause):
+        clocks.watch(update).over()
+        now[0] += pause
+        clocks.pause_ends(forward)
+        with clocks.set_aside():
+            now[0] += 512.0
+            clocks.watch(update).over()
+            known = clocks.costs(BARE, TransferModes()).gaps
+        now[0] += 16.0
+        clocks.watch(forward).over()
+        assert clocks.costs(BARE, TransferModes()).gaps == known
+        clocks.forget()
+        return known["step test", "forward test"]
+
+    assert next_step(64.0) == 64.0
+    assert next_step(1.0) == 1.0
+    assert next_step(3.0) == 2.0
+
+
 def test_a_run_sets_its_planning_aside(trained, monkeypatch):
     clocks, recorder, now = trained.clocks, trained.recorder, [0.0]
     forward, update = recorder.last_walked.calls[0].schedule, schedule(phase=Phase.STEP)
 
     def planning(step):
+        known = clocks.costs(BARE, TransferModes()).gaps
+        assert known[call_name(update), call_name(forward)] == 2.0
         now[0] += 512.0
 
     monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
@@ -216,10 +243,11 @@ def test_a_run_sets_its_planning_aside(trained, monkeypatch):
     monkeypatch.setattr(recorder, "ends_with", lambda of: of is forward)
     monkeypatch.setattr(recorder, "end", lambda: recorder.last_walked)
     clocks.over(update)
+    now[0] += 2.0
     trained._end_step(forward)
     clocks.watch(forward)
-    assert now == [512.0]
-    assert clocks.costs(BARE, TransferModes()).gaps[call_name(update), call_name(forward)] == 0.0
+    assert now == [514.0]
+    assert clocks.costs(BARE, TransferModes()).gaps[call_name(update), call_name(forward)] == 2.0
 
 
 def test_a_step_lasts_from_its_first_call_to_that_of_the_next():

@@ -300,6 +300,7 @@ class Executor:
     def _end_step(self, schedule: Schedule) -> None:
         """Tell of the step that was recorded, if this call is the first of another."""
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
+            self.clocks.pause_ends(schedule)  # which a plan that is made now should know
             with self.clocks.set_aside():
                 self._policy.step_ended(step)
 

@@ -429,11 +429,7 @@ class Clocks:
     def watch(self, schedule: Schedule) -> "Timer":
         """A walk begins: returns its timer."""
         now = perf_counter()
-        if self._last is not None and not self._is_aside:
-            before, ended = self._last
-            between = before, call_name(schedule)
-            seconds = COMPILING.without() - ended
-            self._gaps.note(between, seconds, cold=not self._gaps.knows(between))
+        self.pause_ends(schedule)
         if schedule.phase is Phase.FORWARD and self._stepping:
             if self._step_began is not None:
                 self._steps.append(now - self._step_began)
@@ -455,6 +451,15 @@ class Clocks:
             return HostTimer(self, schedule)
         return DeviceTimer(self, schedule, self._stamp)
 
+    def pause_ends(self, schedule: Schedule) -> None:
+        """A walk of this schedule is next: what comes until it begins is no part of the gap."""
+        if self._last is None or self._is_aside:
+            return
+        (before, ended), self._last = self._last, None
+        between = before, call_name(schedule)
+        seconds = COMPILING.without() - ended
+        self._gaps.note(between, seconds, cold=not self._gaps.knows(between))
+
     def waited_between(self, seconds: float) -> None:
         """The host waited for a transfer since the last walk: that is no part of the gap."""
         if self._last is not None:
@@ -469,7 +474,9 @@ class Clocks:
             yield
         finally:
             self._is_aside = False
-            if last is not None and self._last is not None:
+            if last is None or self._last is None:
+                self._last = None
+            else:
                 self._last = last[0], last[1] + COMPILING.without() - begin
 
     def stepped(self) -> None:

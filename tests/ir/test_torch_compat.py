@@ -147,6 +147,58 @@ def unheard_graphs() -> None:
 
 
 @contract
+def stop_tracing() -> None:
+    """What a compiled function calls after that is not traced, until it is resumed or returns."""
+    traced = []
+
+    def backend(gm, inputs):
+        traced.append(next(n.target for n in gm.graph.nodes if n.op == "call_function").__name__)
+        return gm
+
+    stopped = []
+
+    @torch.compiler.disable(recursive=False)
+    def stop():
+        stopped.append(private.stop_tracing())
+
+    @torch.compiler.disable(recursive=False)
+    def resume():
+        private.resume_tracing(stopped.pop())
+
+    @torch.compile(backend=backend)
+    def compiled(x, resumes):
+        x = x + 1
+        stop()
+        x = torch.compile(torch.neg, backend=backend)(x * 2)
+        if resumes:
+            resume()
+        return after(x)
+
+    def after(x):
+        torch._dynamo.graph_break()
+        return x / 2
+
+    assert compiled(torch.ones(2), True).tolist() == [-2, -2]
+    assert traced == ["add", "neg", "truediv"]
+    torch._dynamo.reset()
+    assert compiled(torch.ones(2), False).tolist() == [-2, -2]
+    assert traced[3:] == ["add", "neg"]
+    assert torch.compile(lambda x: x - 3, backend=backend)(torch.ones(())) == -2
+    assert traced[5:] == ["sub"]
+    assert (lambda x: x - 4)(torch.ones(())) == -3
+    assert traced[6:] == []
+    assert private.stop_tracing() is None, "outside of a compiled function"
+    torch._dynamo.reset()
+
+
+@contract
+def resume_tracing() -> None:
+    """As `stop_tracing`; what stopped outside of a compiled function changes nothing."""
+    private.resume_tracing(private.stop_tracing())
+    stop_tracing()
+
+
+@contract
 def tell_of_compiling() -> None:
     told = []
     begins, ends = lambda _: told.append("begins"), lambda _: told.append("ends")

@@ -77,6 +77,7 @@ from zcompile.checkpoint.torch_file import Held, TorchFile
 from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
 from zcompile.ir.units import show_size
+from zcompile.ir.untraced import untraced
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
@@ -238,6 +239,7 @@ class Loaded(NamedTuple):
     unexpected_keys: list[str]
 
 
+@untraced
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -404,6 +406,7 @@ def _reporting(work: Work, progress: Progress | None, total: int) -> ReportBytes
     return told
 
 
+@untraced
 def resume(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -458,6 +461,7 @@ def _resume(
         return restore(source, model, optimizer, meetings.ready)
 
 
+@untraced
 def load(
     model: nn.Module,
     paths: Paths,

@@ -54,6 +54,7 @@ from zcompile.ir.torch_compat import (
 )
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import show_size
+from zcompile.ir.untraced import untraced
 from zcompile.runtime.durable.settle import agreed_training, settle
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write
@@ -427,6 +428,7 @@ STAYING = Collaborators(TieredTensor.over, make_copy, apply_deferred, Rescheduli
 PLANNING = replace(STAYING, controller=StepController)
 
 
+@untraced
 def close(model: nn.Module) -> None:
     """Give back what an offloaded model holds: memory, threads, files, its directory.
 

@@ -9,6 +9,7 @@ of a frozen model all the same, through which their own parameters were trained.
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -19,12 +20,17 @@ from torch.optim.optimizer import (
 
 from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
+from zcompile.ir.torch_compat import resume_tracing, stop_tracing
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.closing import open_stores
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
+
+_STOPPED: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
+"""Optimizers with tiered parameters, from the begin of a step to its end, and what
+`resume_tracing` takes."""
 
 
 def watch() -> None:
@@ -47,9 +53,32 @@ def _sessions(tiered: list[TieredTensor]) -> list[Session]:
     return [session_of(t.entry) for t in of_stores.values()]
 
 
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch's own
 def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    """Begin a step; returns the arguments of `step`, with closures that run outside of it."""
-    tiered, begun = _tiered_params(optimizer), list[Session]()
+    """Begin a step; returns the arguments of `step`, with closures that run outside of it.
+
+    A step within a compiled function is not compiled, as it is not outside of one: its updates are
+    planned as they come, and code compiled op by op would compute other bits.
+    """
+    stopped = stop_tracing()
+    try:
+        tiered = _tiered_params(optimizer)
+        replaced = _begin(optimizer, tiered, args, kwargs)
+    except BaseException:
+        resume_tracing(stopped)
+        raise
+    if tiered:
+        _STOPPED[optimizer] = stopped
+    else:
+        resume_tracing(stopped)
+    return replaced
+
+
+def _begin(
+    optimizer: torch.optim.Optimizer, tiered: list[TieredTensor], args: Any, kwargs: Any
+) -> Any:
+    """Begin a step of an optimizer with these parameters; returns what `_before` does."""
+    begun = list[Session]()
     try:
         with deferred_interrupts():
             if not tiered:
@@ -135,8 +164,19 @@ def _adopted(session: Session, name: str, param: TieredTensor, value: Tensor) ->
     return made
 
 
-@uninterrupted
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch's own
 def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """End a step, of which nothing was compiled."""
+    stopped = stop_tracing()
+    try:
+        _end(optimizer)
+    finally:
+        resume_tracing(_STOPPED.pop(optimizer, stopped))
+
+
+@uninterrupted
+def _end(optimizer: torch.optim.Optimizer) -> None:
+    """What follows the step of an optimizer, in every session that it has parameters of."""
     tiered = _tiered_params(optimizer)
     for param in tiered:
         states = optimizer.state.get(param, {})

@@ -8,6 +8,7 @@ from torch import nn
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import show_seconds, show_size
+from zcompile.ir.untraced import untraced
 from zcompile.runtime.session import Session
 
 
@@ -42,6 +43,7 @@ def _shown(key: str, value: Any) -> str:
     return _SHOWN.get("seconds" if key.endswith("_s") else key, str)(value)
 
 
+@untraced
 def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     """What was measured since the model was offloaded, or since the last `reset=True`: a dict.
 

@@ -27,6 +27,7 @@ import torch
 from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
 from torch import Tensor, fx, library
 from torch._C import DispatchKey
+from torch._C._dynamo.eval_frame import set_eval_frame as _set_eval_frame
 from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
@@ -55,6 +56,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
 from zcompile.ir.types import CheckpointPolicy
+from zcompile.ir.untraced import untraced
 
 Dispatched = torch._ops.OpOverload
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -438,7 +440,7 @@ def set_by(cls: type[Tensor], put: Callable[[Any, Tensor], None]) -> None:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -944,6 +946,22 @@ def tell_of_compiling(begins: Callable[[object], None], ends: Callable[[object],
     if begins not in handler.start_callbacks:
         handler.register_start_callback(begins)
         handler.register_end_callback(ends)
+
+
+def stop_tracing() -> Any:
+    """From here on, let `torch.compile` leave alone whatever this thread calls within the compiled
+    function that it is in, if it is in one.
+
+    Called in a function under `torch.compiler.disable(recursive=False)`; ends with that compiled
+    function, or with `resume_tracing`. A compiled function that is called meanwhile is traced.
+    returns  what `resume_tracing` takes
+    """
+    return _set_eval_frame(None)
+
+
+def resume_tracing(stopped: Any) -> None:
+    """Undo `stop_tracing`, which returned `stopped`, in the same compiled function."""
+    _set_eval_frame(stopped)
 
 
 def store_of_ranks(name: str) -> Any:

@@ -39,6 +39,7 @@ from zcompile.ir.torch_compat import (
     wrapper,
 )
 from zcompile.ir.types import Layout
+from zcompile.ir.untraced import untraced
 from zcompile.runtime.eager import dispatch, distributed_checkpoint
 from zcompile.runtime.eager.data_assignment import assign_data
 from zcompile.runtime.eager.identity import FLATTENS, is_asked_by
@@ -405,7 +406,8 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.is_floating_point() or param.is_complex():
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later
-        param.register_post_accumulate_grad_hook(session_of(tiered.entry).gradients.adopt)
+        adopt = session_of(tiered.entry).gradients.adopt
+        param.register_post_accumulate_grad_hook(untraced(adopt))
         param.requires_grad_(trained)
     return param
 

@@ -284,7 +284,7 @@ def test_where_nothing_moves_nothing_is_late():
 
 
 @pytest.mark.parametrize(
-    ("rate", "device", "reach"), crossed([1e8, 1e9, 1e10], [2 * MiB, 6 * MiB], [False, True])
+    ("rate", "device", "reach"), crossed([1e8, 1e9, 1e10], [2 * MiB, 3 * MiB], [False, True])
 )
 def test_the_bound_of_late_updates_is_no_higher_and_below_both_plans(rate, device, reach):
     costs, step = Costs(machine(rate), TransferModes(asynchronous=True)), traced()

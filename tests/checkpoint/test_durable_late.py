@@ -280,8 +280,7 @@ def test_power_lost_at_any_instant_of_steps_with_late_updates_loses_no_commit(tm
     seen, whole = set(), 0
     for crash in crashes(recording, weak=False, seed=0, most=3):
         safe = max((step for at, step in said.items() if at <= crash.at), default=0)
-        tree = crash.tree()
-        if safe < PLANNED or "disk/zinf.index" not in tree:
+        if safe < PLANNED or "disk/zinf.index" not in (tree := crash.tree()):
             continue
         known = safe, *((n, f and (bytes(f.content), f.size)) for n, f in sorted(tree.items()))
         if hash(known) in seen:

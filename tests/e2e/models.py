@@ -1,6 +1,7 @@
 """Tiny models from `transformers`, and batches for them: every architecture the tests go through.
 
-Two layers each, the default attention (sdpa), and dropout wherever the configuration has it.
+Two layers each (GPT-2, which is quick, has one), the default attention (sdpa), and dropout wherever
+the configuration has it.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,7 +76,7 @@ def gpt2() -> nn.Module:
             vocab_size=VOCABULARY,
             n_positions=32,
             n_embd=32,
-            n_layer=2,
+            n_layer=1,
             n_head=2,
             use_cache=False,
             bos_token_id=1,

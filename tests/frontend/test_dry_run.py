@@ -66,7 +66,7 @@ def within(terms, machine, layers=1):
 class Autocast(nn.Module):
     """Linear layers under autocast, and the mean of their squares."""
 
-    def __init__(self, width=160, layers=4):
+    def __init__(self, width=160, layers=2):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
 
@@ -77,7 +77,7 @@ class Autocast(nn.Module):
 
 def test_copies_in_the_dtype_of_autocast_are_planned_where_they_pay(terms):
     links = {name: Link(name, 2e8) for name in ("h2d", "d2h")}
-    slow = replace(with_tier(SMALL, "device", 600 * KiB), links={**LINKS, **links})
+    slow = replace(with_tier(SMALL, "device", 400 * KiB), links={**LINKS, **links})
     at = replace(terms.on(slow), bounded=True)
     traced = plan.trace(on_meta(Autocast), (torch.zeros(16, 160),), at, "adamw", 2)
     narrow, wide = (

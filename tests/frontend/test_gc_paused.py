@@ -22,8 +22,9 @@ class Cycle:
 
 
 @pytest.fixture(autouse=True)
-def collecting() -> Iterator[None]:
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process that froze nothing, which `conftest.py` does."""
+    monkeypatch.setattr(module._Last, "frozen", False)
     was, frozen = gc.isenabled(), gc.get_freeze_count()
     gc.unfreeze()
     gc.enable()
@@ -66,6 +67,15 @@ def test_what_is_frozen_stays_so() -> None:
         assert gc.get_freeze_count()
     finally:
         gc.unfreeze()
+
+
+def test_what_is_frozen_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(1) or 1)
+    for _ in range(3):
+        with gc_paused():
+            pass
+    assert counted == [1]
 
 
 def test_much_that_was_left_is_collected_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gpt = GPT(2, WIDTH, 512)
+        self.gpt = GPT(1, WIDTH, 512)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         logits = self.gpt(ids)

@@ -50,7 +50,7 @@ from zcompile.verify.schedule import verify_schedule
 
 MODELS = {
     "mlp": SMALL_MODELS["mlp"],
-    "gpt": (lambda: GPT(2, 32, 64), lambda: (torch.randint(0, 64, (8, 32)),)),
+    "gpt": (lambda: GPT(1, 32, 64), lambda: (torch.randint(0, 64, (8, 32)),)),
 }
 FILLING = Region("fill of 512", "zeros", tuple, Work(nbytes=512, ops=1))
 

@@ -146,7 +146,7 @@ def distinct_regions(layers: int) -> dict[str, int]:
 
 
 def test_depth_adds_no_distinct_region():
-    shallow, deep = distinct_regions(2), distinct_regions(7)
+    shallow, deep = distinct_regions(1), distinct_regions(4)
     assert deep["regions"] > 3 * shallow["regions"]
     assert deep["distinct_regions"] == shallow["distinct_regions"]
 

@@ -33,7 +33,7 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
 
     monkeypatch.setattr(outlook, "plan_step", noted)
     with torch.device("meta"):
-        model, ids = small_models.GPT(2, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
+        model, ids = small_models.GPT(1, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
     report = zcompile.plan(model, ids, machine=SMALL)
     assert set(least) == {report.bound_seconds}
 

@@ -217,12 +217,6 @@ def two_batches(model, call, optimizer, tokens):
     usual(model, call, optimizer, tokens.flip(1))
 
 
-def two_backwards(model, call, optimizer, tokens):
-    loss = loss_of(call, tokens)
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def some_inputs(model, call, optimizer, tokens):
     loss_of(call, tokens).backward(inputs=[model.head.weight, model.norm.weight])
 
@@ -292,8 +286,8 @@ def node_hooked(model, call, optimizer, tokens):
 
 
 QUICK = (
-    *(read, keep_gradients, two_batches, two_backwards, some_inputs, replaced, left_out),
-    *(evaluated, hooked, written, other_optimizer, withdrawn),
+    *(read, keep_gradients, two_batches, some_inputs),
+    *(replaced, left_out, evaluated, hooked, written, other_optimizer, withdrawn),
 )
 
 
@@ -330,3 +324,14 @@ def test_a_step_of_a_plan_in_force_keeps_all_of_it(planned, monkeypatch):
         same_after_each(planned, (usual,))
         seen.append(session.controller._last)
     assert all(step is seen[0] for step in seen)
+
+
+def test_a_step_whose_states_have_died_is_no_step_to_plan_for(planned):
+    (model, compiled, _), _ = planned
+    same_after_each(planned, (usual, usual))
+    for _, _, optimizer in planned:
+        optimizer.state.clear()
+    loss_of(compiled, ids(1))  # another step begins, and the one that has ended is looked at
+    session = session_behind(model)
+    assert session.controller._last.lasting <= {entry.ref for entry in session.entries()}
+    same_after_each(planned, (usual,))

@@ -88,24 +88,22 @@ class DeviceGradients:
             return
         if any(map(_may_be_hooked, leaves)):
             return
-        device, staying = self._store.homes.device, schedule.staying
-        lone = schedule.lone_gradients
-        params = self._sole([leaves[index] for index in lone])
-        for index, param in zip(lone, params, strict=True):
-            leaf = leaves[index]
+        staying = schedule.staying
+        wanted = {
+            index: None if index in staying else self._reserved_for(leaves[index], cast)
+            for index in schedule.lone_gradients
+            for cast in (schedule.narrow_gradients.get(index),)
+        }
+        near = [index for index, found in wanted.items() if found is not None or index in staying]
+        params = self._sole([leaves[index] for index in near])
+        for index, param in zip(near, params, strict=True):
+            leaf, reserved = leaves[index], wanted[index]
             if param is None or not (layout := _layout_of(param)).dense:
                 continue
-            if index in staying:
+            if reserved is None:
                 self._may_stay[leaf.key] = param
                 continue
-            ref, cast = EntryRef(leaf.key, EntryRole.GRADIENT), schedule.narrow_gradients.get(index)
-            nbytes = leaf.nbytes
-            if cast is not None:
-                nbytes = nbytes // cast.dtype.itemsize * cast.copy_dtype.itemsize
-                if not device.has_reserved(ref, nbytes):
-                    cast, nbytes = None, leaf.nbytes  # widened into its address, if that is wide
-            if not device.has_reserved(ref, nbytes):
-                continue
+            nbytes, cast = reserved
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=leaf.key)
             assert made.on_device, "a reserved address that was free is not any more"
@@ -114,6 +112,17 @@ class DeviceGradients:
             if cast is not None:
                 made.rest_narrow(cast)
             self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
+
+    def _reserved_for(self, leaf: Leaf, cast: Cast | None) -> "tuple[int, Cast | None] | None":
+        """Bytes of the free address that is reserved for a gradient, and the cast by which it is
+        narrower than its parameter there; None, if there is none."""
+        device, ref = self._store.homes.device, EntryRef(leaf.key, EntryRole.GRADIENT)
+        if cast is not None:
+            nbytes = leaf.nbytes // cast.dtype.itemsize * cast.copy_dtype.itemsize
+            if device.has_reserved(ref, nbytes):
+                return nbytes, cast
+        # Else it is widened into its address, if that is wide.
+        return (leaf.nbytes, None) if device.has_reserved(ref, leaf.nbytes) else None
 
     def targets(self, into: Sequence[int], leaves: Sequence[Leaf]) -> Sequence[Tensor]:
         """The memory into which compute may make the gradients of those of `leaves` that `into`

@@ -335,3 +335,14 @@ def test_a_step_whose_states_have_died_is_no_step_to_plan_for(planned):
     session = session_behind(model)
     assert session.controller._last.lasting <= {entry.ref for entry in session.entries()}
     same_after_each(planned, (usual,))
+
+
+def test_guards_are_told_whether_a_parameter_is_trained_now(planned):
+    (model, _, _), _ = planned
+    weight = model.norm.weight
+    told = weight.__tensor_flatten__()[1]
+    assert weight.__tensor_flatten__()[1] is told
+    weight.requires_grad_(False)
+    assert (told.requires_grad, weight.__tensor_flatten__()[1].requires_grad) == (True, False)
+    weight.requires_grad_()
+    assert weight.__tensor_flatten__()[1] is told

@@ -1,18 +1,21 @@
 """What a planned step costs the host, where everything fits: beside eager, and where it goes.
 
     python -m benchmarks.host_time --widths 128 256 512 768
+    python -m benchmarks.host_time --model vision --widths 128
 
-A GPT of 12 layers on the emulated device, nothing throttled, every state on the device. A step of
-each variant in turn: eager; the same ops without zcompile, on a plain model under torch's backend
-"aot_eager_default_partitioner"; planned. `alone` is eager before a device was opened in the
-process: from then on malloc gives freed blocks of 1 MiB and more back to the system, which eager
-pays for as well. On a machine that is busy with other things, `--clock process` takes the
-processor's time of this process instead: with one thread (OMP_NUM_THREADS=1) it is all of a step in
-which nothing moves. What instructions take is told in wall time only.
+A GPT of 12 layers, or an encoder of images with as many, on the emulated device, nothing throttled,
+every state on the device. A step of each variant in turn: eager; the same ops without zcompile, on
+a plain model under torch's backend "aot_eager_default_partitioner"; planned. `alone` is eager
+before a device was opened in the process: from then on malloc gives freed blocks of 1 MiB and more
+back to the system, which eager pays for as well. On a machine that is busy with other things,
+`--clock process` takes the processor's time of this process instead: with one thread
+(OMP_NUM_THREADS=1) it is all of a step in which nothing moves. What instructions take is told in
+wall time only.
 """
 
 import argparse
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -34,13 +37,47 @@ PARTS = ("forward", "backward", "optimizer")
 Step = Callable[[Tensor, Tensor], tuple[float, ...]]
 
 
+class Vision(nn.Module):
+    """A vision transformer of torch's own layers: no run-time code was written with it in mind.
+
+    Calls take images, [batch, 3, size, size], and the class of each, [batch].
+    """
+
+    def __init__(self, layers: int, width: int, patches: int) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, width, 8, 8)
+        self.where = nn.Parameter(torch.randn(1, patches, width) * 0.02)
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), False)
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        tokens = self.cut(images).flatten(2).transpose(1, 2) + self.where
+        return nn.functional.cross_entropy(self.head(self.layers(tokens).mean(1)), classes)
+
+
+CLASSES = 100
+
+
 def built(args: argparse.Namespace, width: int) -> nn.Module:
     torch.manual_seed(0)
+    if args.model == "vision":
+        return Vision(args.layers, width, (side(args) // 8) ** 2)
     return gpt(Shape(args.layers, width, width // 64, args.sequence))
+
+
+def side(args: argparse.Namespace) -> int:
+    """Pixels in a row of an image that has `sequence` patches."""
+    return 8 * math.isqrt(args.sequence)
 
 
 def data(args: argparse.Namespace, number: int) -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(number)
+    if args.model == "vision":
+        images = torch.randn(args.batch, 3, side(args), side(args), generator=made)
+        return images, torch.randint(0, CLASSES, (args.batch,), generator=made)
     ids = torch.randint(0, 256, (args.batch, args.sequence + 1), generator=made)
     return ids[:, :-1], ids[:, 1:]
 
@@ -139,6 +176,7 @@ def line(width: int, name: str, parts: tuple[float, ...], whole: float, ratio: f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=["gpt", "vision"], default="gpt")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 768])
     parser.add_argument("--sequence", type=int, default=64)

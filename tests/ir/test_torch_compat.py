@@ -267,6 +267,17 @@ def support_foreach() -> None:
 
 
 @contract
+def has_hooks() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not private.has_hooks(leaf)
+    taken = leaf.register_hook(lambda grad: None)
+    assert private.has_hooks(leaf)
+    taken.remove()
+    leaf.register_post_accumulate_grad_hook(lambda leaf: None)
+    assert not private.has_hooks(leaf)
+
+
+@contract
 def hooks_of() -> None:
     leaf = torch.ones(2, requires_grad=True)
     assert private.hooks_of(leaf) == ({}, {})
@@ -353,6 +364,28 @@ def will_accumulate() -> None:
     assert said == [True, False]
     with pytest.raises(RuntimeError):
         torch.autograd.grad(Ask.apply(used).sum(), used)
+
+
+@contract
+def will_accumulate_each() -> None:
+    said: list[bool] = []
+    used, unused, more = (torch.ones(2, requires_grad=True) for _ in range(3))
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *given):
+            return given[0] + given[1]
+
+        @staticmethod
+        def backward(ctx, grad):
+            said.extend(private.will_accumulate_each([used, unused, more]))
+            return grad, grad
+
+    Ask.apply(used, more).sum().backward()
+    Ask.apply(used, more).sum().backward(inputs=[more])
+    assert said == [True, False, True, False, False, True]
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(Ask.apply(used, more).sum(), used)
 
 
 @contract

@@ -26,7 +26,7 @@ def call(request, open_store):
         store,
         lambda entry, layout: entry,
         norms,
-        lambda entry: param,
+        lambda leaves: [param] * len(leaves),
         lambda entry, param, grad: came.append(grad),
     )
     staying = frozenset({0} if request.param else ())

@@ -136,14 +136,13 @@ def _outside_the_step(
 
 def _adopt(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None:
     """Move gradients and states to the store that are plain."""
+    for session in _sessions(tiered):
+        session.gradients.adopt_each([t for t in tiered if t.store_key == session.key])
     for param in tiered:
-        session = session_of(param.entry)
-        session.gradients.adopt(param)
         for key, value in optimizer.state.get(param, {}).items():
             if _is_foreign_state(value, param):
-                optimizer.state[param][key] = _adopted(
-                    session, f"{param._name_in_store()}.{key}", param, value
-                )
+                session, name = session_of(param.entry), f"{param._name_in_store()}.{key}"
+                optimizer.state[param][key] = _adopted(session, name, param, value)
 
 
 def _is_foreign_state(value: object, param: TieredTensor) -> bool:

@@ -30,7 +30,7 @@ from zcompile.frontend.session_plan import (
 )
 from zcompile.ir.optimizer_step import DEPTH, NO_ROOM
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.step import StepCall, StepTrace, joined, lasting, without_dead_entries
+from zcompile.ir.step import StepCall, StepTrace, joined, without_dead_entries
 from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
@@ -126,6 +126,8 @@ class StepController(Rescheduling):
         self.state = State.OBSERVING
         self._last = self._base = StepTrace(())
         """The step that ended last; what the plan in force was made for, as it was recorded."""
+        self._alive: tuple[StepTrace, int] = self._base, -1
+        """A step of which all lasting entries were alive, and how many had died in all by then."""
         self._seen = self._plans = self._reclaims = 0
         self._next_review = WARM_UP * REVIEW
         self._predicted: tuple[int, dict[str, Any]] | None = None
@@ -173,7 +175,7 @@ class StepController(Rescheduling):
             self.handle(Event.COPIES_CHANGE)
         if not self._last.calls:
             return
-        known = lasting(self._last) <= self._base.facts.keys()
+        known = self._last.lasting <= self._base.facts.keys()
         self.handle(Event.SAME_STEP if known else Event.NEW_STEP)
 
     def arena_resizes(self) -> None:
@@ -318,8 +320,16 @@ class StepController(Rescheduling):
 
     def _of_alive(self, step: StepTrace) -> StepTrace:
         """A recorded step without the calls that used what is gone by now."""
-        alive = {entry.ref for entry in self.session.entries()}
-        return step if lasting(step) <= alive else without_dead_entries(step, alive)
+        session = self.session
+        session.enter("")  # which buries the dead
+        step_seen, died = self._alive
+        if step_seen is step and died == session.lasting_died:
+            return step
+        alive = {entry.ref for entry in session.entries()}
+        if not step.lasting <= alive:
+            return without_dead_entries(step, alive)
+        self._alive = step, session.lasting_died
+        return step
 
     def _try(self) -> StepPlan | None:
         """A plan for `_base`, or else one that keeps nothing whole; without one training goes on as

@@ -79,6 +79,10 @@ _GONE = Dead()
 do."""
 
 
+_Number = ctypes.c_int64 * 1
+"""The memory of a handle."""
+
+
 def _spread(key: int) -> int:
     return key * _SPREAD % _WIDTH
 
@@ -108,7 +112,7 @@ def handle_of(key: int, watch: Watch) -> Tensor:
     The storage is what counts: autograd may keep the handle for backward after whoever held it is
     gone.
     """
-    memory = (ctypes.c_int64 * 1)(_spread(key))
+    memory = _Number(_spread(key))
     watch(memory)
     return _over(memory)
 
@@ -119,7 +123,7 @@ def _over(memory: Any) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.int64).squeeze_()
 
 
-class _Cell(ctypes.c_int64 * 1):  # type: ignore[misc]  # made by ctypes
+class _Cell(_Number):  # type: ignore[misc, valid-type]  # made by ctypes
     """The memory of a further handle, which keeps the entry's first handle alive.
 
     Writes are counted for all handles of an entry at once: whichever of them a graph has saved for

@@ -64,10 +64,7 @@ def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) ->
     They may where gradients are changed where they rest, as by clipping, and nothing else is done:
     that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
     """
-    rows = schedule.effects
-    if schedule.phase is not Phase.STEP or any(x.is_transfer or x.takes for x in rows):
-        return False
-    changed = [x.home.entry for x in rows if x.home is not None and x.writes_home]
+    changed = schedule.changed_in_place
     return bool(changed) and all(kind_of(entry) is EntryKind.GRAD for entry in changed)
 
 

@@ -689,6 +689,30 @@ class Schedule:
         return frozenset(home.entry for home in self._gradients() if home.in_place)
 
     @cached_property
+    def changed_in_place(self) -> tuple[EntryIndex, ...]:
+        """Of a step that moves nothing, and takes nothing of the arena, the entries it writes."""
+        rows = self.effects
+        if self.phase is not Phase.STEP or any(x.is_transfer or x.takes for x in rows):
+            return ()
+        return tuple([x.home.entry for x in rows if x.home is not None and x.writes_home])
+
+    @cached_property
+    def staying_runs(self) -> "Mapping[int, tuple[Reduce, ...]]":
+        """Index of the first of several gradients that stay, one right after the other -> all of
+        them; each is whole, and dropped by the call."""
+        runs: dict[int, list[Reduce]] = {}
+        last = -1
+        for index, x in enumerate(self.instructions):
+            if not (isinstance(x, Reduce) and x.stays and x.drop and x.parts is None):
+                last = -1
+            elif not x.of_nbytes and not x.bucketed:
+                last = index if last < 0 else last
+                runs.setdefault(last, []).append(x)
+            else:
+                last = -1
+        return {index: tuple(run) for index, run in runs.items() if len(run) > 1}
+
+    @cached_property
     def opening(self) -> "tuple[Borrow, ...]":
         """The borrows that it begins with, for what the device computes."""
         return tuple(takewhile(_is_for_device, self.instructions))  # type: ignore[arg-type]

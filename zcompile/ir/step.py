@@ -122,13 +122,19 @@ class StepTrace:
         """Serials of the schedules that its calls walk."""
         return frozenset(call.schedule.serial for call in self.calls)
 
+    @cached_property
+    def lasting(self) -> frozenset[EntryRef]:
+        """The entries that outlive the step; not the copies of them, in low precision or of the
+        shares of all ranks, which come and go with plans."""
+        return frozenset(r for r, fact in self.facts.items() if fact.kind.lasting and not r.is_copy)
+
 
 def joined(before: StepTrace, step: StepTrace) -> StepTrace:
     """`step` and the calls of `before`, unless `step` replaces these.
 
     A generator and its discriminator take turns, and the entries of each must be planned for.
     """
-    if lasting(before) <= step.facts.keys():
+    if before.lasting <= step.facts.keys():
         return step
     facts = {**before.facts, **step.facts}
     return StepTrace(
@@ -139,16 +145,10 @@ def joined(before: StepTrace, step: StepTrace) -> StepTrace:
 def without_dead_entries(step: StepTrace, alive: set[EntryRef]) -> StepTrace:
     """The step without the calls that use entries which are gone, such as states of an optimizer
     made anew, or gradients of these."""
-    gone = lasting(step) - alive
+    gone = step.lasting - alive
     facts = {r: f for r, f in step.facts.items() if gone.isdisjoint((r, r.owner))}
     calls = tuple(call for call in step.calls if facts.keys() >= {*call.entries})
     return replace(step, calls=calls, facts=facts)
-
-
-def lasting(step: StepTrace) -> set[EntryRef]:
-    """The entries that outlive the step; not the copies of them, in low precision or of the
-    shares of all ranks, which come and go with plans."""
-    return {ref for ref, fact in step.facts.items() if fact.kind.lasting and not ref.is_copy}
 
 
 class Moment(NamedTuple):

@@ -306,6 +306,11 @@ def hooks_of(param: Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
     return param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
 
 
+def has_hooks(param: Tensor) -> bool:
+    """Whether a user registered a tensor hook on a leaf."""
+    return bool(param._backward_hooks)
+
+
 def current_pass() -> int:
     """Which backward pass is running on this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
@@ -548,6 +553,15 @@ def will_accumulate(param: Tensor) -> bool:
     with torch.enable_grad(), torch._C._DisableTorchDispatch():
         view: Any = param.view_as(param)
     return will_run(grad_fn_of(view).next_functions[0][0])
+
+
+def will_accumulate_each(params: Sequence[Tensor]) -> list[bool]:
+    """`will_accumulate` of each of `params`: a backward asks that of hundreds at once."""
+    with torch.enable_grad(), torch._C._DisableTorchDispatch():
+        views: list[Any] = [param.view_as(param) for param in params]
+    nodes = [grad_fn_of(view).next_functions[0][0] for view in views]
+    here, is_executed = torch._C._current_autograd_node(), torch._C._will_engine_execute_node
+    return [node is here or is_executed(node) for node in nodes]
 
 
 def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:

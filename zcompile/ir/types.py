@@ -43,7 +43,10 @@ def row_major(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class EntryKind(enum.Enum):
-    """The kind of an entry of the store, which decides where it would best rest."""
+    """The kind of an entry of the store, which decides where it would best rest.
+
+    lasting  the entry outlives the step, so that its next use can be foreseen
+    """
 
     PARAM = "parameter"
     GRAD = "gradient"
@@ -52,10 +55,9 @@ class EntryKind(enum.Enum):
     RESULT = "result of an optimizer's step, until it is kept as a state"
     ACTIVATION = "value that backward needs, from one call of forward"
 
-    @property
-    def lasting(self) -> bool:
-        """Whether the entry outlives the step, so that its next use can be foreseen."""
-        return self in (EntryKind.PARAM, EntryKind.STATE, EntryKind.COPY)
+    def __init__(self, title: str) -> None:
+        # An attribute, since it is asked of each entry of each call.
+        self.lasting = self.name in ("PARAM", "STATE", "COPY")
 
 
 class EntryRole(enum.IntEnum):

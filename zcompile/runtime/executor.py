@@ -588,7 +588,12 @@ class _Call:
             if not (timed or ready):  # nobody looks between two borrows
                 self._borrow_each(self.schedule.opening)
                 begin = len(self.schedule.opening)
-        for index in range(begin, len(instructions)):
+        index, runs = begin, self.schedule.staying_runs
+        while index < len(instructions):
+            if index in runs and not (timed or ready or actions is not ACTIONS):
+                self._stay_each(runs[index])
+                index += len(runs[index])
+                continue
             instruction = instructions[index]
             if timed:
                 watch.begins(index)
@@ -597,6 +602,7 @@ class _Call:
                 watch.ends(index)
             if index in ready:
                 self.foresight.passed(index)
+            index += 1
 
     def _borrow(self, borrow: Borrow) -> None:
         if borrow.on_host:
@@ -607,7 +613,8 @@ class _Call:
 
     def _borrow_each(self, borrows: Sequence[Borrow]) -> None:
         values, in_place = self.values, self.in_place
-        for borrow, found in zip(borrows, self.views.views(borrows), strict=True):
+        lent = self.views.views(borrows, self.schedule.serial)
+        for borrow, found in zip(borrows, lent, strict=True):
             values[borrow.register] = in_place[id(found)] = found
 
     def _run(self, run: Run) -> None:
@@ -701,6 +708,22 @@ class _Call:
             offset = reduce.begin // grad.element_size() if reduce.of_nbytes else None
             self.gradients.take(leaf, grad, offset, after)
         in_flight.sent(nbytes, freed, stays=reduce.stays and held is not None)
+
+    def _stay_each(self, reduces: Sequence[Reduce]) -> None:
+        """As `_reduce` of each: of a planned step one after the other are hundreds, and all that
+        happens to one that stays is that others hold it."""
+        values, leaves, held, in_flight = self.values, self.leaves, self.held, self.in_flight
+        receive, departing = self.gradients.on_device.receive, self.schedule.departing_bytes
+        for reduce in reduces:
+            grad, nbytes = values[reduce.value], reduce.nbytes
+            if receive(leaves[reduce.entry], grad) is None:
+                self._reduce(reduce)  # it goes another way
+                continue
+            most = held.rises().departing or departing
+            if in_flight.exceeds(nbytes, most):
+                self._count_stall(partial(in_flight.make_way, nbytes, most))
+            values[reduce.value] = None
+            in_flight.stays(nbytes, grad, held.gives(reduce.value), self.begun)
 
     def _expect(self, nbytes: int, most: int) -> None:
         """Let compute join gradients in flight until these bytes more fit into `most`."""

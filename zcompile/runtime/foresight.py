@@ -46,8 +46,7 @@ class Call:
     @cached_property
     def identity(self) -> Identity:
         """Gradients are new entries in every step, so they do not count."""
-        lasting = (e.key for e in self.entries if e.kind.lasting)
-        return self.schedule.serial, tuple(lasting)
+        return self.schedule.serial, tuple([e.key for e in self.entries if e.kind.lasting])
 
     @property
     def called(self) -> ScheduleCall:

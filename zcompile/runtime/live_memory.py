@@ -111,6 +111,31 @@ class LiveMemory:
             tie = Tie(storage, self._died, row)
             row.watch = tie if row.watch is None else [row.watch, tie]
 
+    def drop(self, rows: LiveStorages) -> None:
+        """Drop some storages."""
+        change = 0
+        for row in rows:
+            row.holders -= 1
+            if row.holders == 0:
+                self._rows.pop(row.key, None)
+                change -= row.nbytes
+        if change:
+            self._gauge.change(change)
+
+    def pass_on(self, rows: LiveStorages, value: Tensor) -> LiveStorages:
+        """Hold the storage of `value` in place of `rows`, and count it until it dies: as `exchange`
+        and `keep`. Returns what is held instead."""
+        storage = storage_of(value)
+        if len(rows) != 1 or rows[0].key != id(storage):
+            (rows,) = self.exchange([rows], [value])
+            self.keep(value)
+            return rows
+        (row,) = rows
+        row.holders += 1
+        tie = Tie(storage, self._died, row)
+        row.watch = tie if row.watch is None else [row.watch, tie]
+        return rows
+
     def _rows_of(self, value: object) -> LiveStorages:
         """One for each storage of a value."""
         if isinstance(value, Tensor):
@@ -220,7 +245,8 @@ class _InFlight(NamedTuple):
     """One gradient in flight.
 
     nbytes  that count against the bound
-    sent    what is read, and the ticket that is complete once nothing reads it any more
+    sent    what is read, and the ticket that is complete once nothing reads it any more; of one
+            that stays, what holds it until then
     rows    the live storages of what is read
     """
 
@@ -260,9 +286,13 @@ class InFlightGradients:
         raises  what a transfer that is waited for failed with until it had read; what fails later
                 is raised by the next use of its entry, and by `drain`
         """
+        self.make_way(nbytes, most_bytes)
+        self._sent = []
+
+    def make_way(self, nbytes: int, most_bytes: int) -> None:
+        """Let compute join the oldest until `nbytes` more fit. raises  as `expect`"""
         while self.exceeds(nbytes, most_bytes):
             self._join_oldest()
-        self._sent = []
 
     def note(self, source: Tensor | LiveStorage, ticket: Ticket) -> None:
         """`ticket` is complete once nothing reads `source` any more."""
@@ -282,6 +312,13 @@ class InFlightGradients:
         self._transfers.append(_InFlight(nbytes, sent, rows))
         self._nbytes += nbytes
 
+    def stays(self, nbytes: int, value: Tensor, held: LiveStorages, ticket: Ticket) -> None:
+        """As `expect`, `note` and `sent`, of a gradient that stays where it was made, once it
+        does not exceed."""
+        rows = self._live_memory.pass_on(held, value)
+        self._transfers.append(_InFlight(nbytes, ((ticket, value),), rows))
+        self._nbytes += nbytes
+
     def wait_down_to(self, most_bytes: int = 0) -> None:
         """Let compute join the oldest until at most `most_bytes` are in flight.
 
@@ -299,7 +336,7 @@ class InFlightGradients:
     def _join_oldest(self) -> None:
         transfer = self._transfers.popleft()
         self._nbytes -= transfer.nbytes
-        self._live_memory.exchange([transfer.rows], ())
+        self._live_memory.drop(transfer.rows)
         since = perf_counter()
         for ticket, _ in transfer.sent:
             ticket.join_compute()  # which has the memory then

@@ -68,6 +68,8 @@ class Norms:
 
     def note(self, entry: Entry, grad: Tensor) -> None:
         """Measure `grad`, which has just become the whole value of `entry`."""
+        if not self._wanted:
+            return
         layout = Layout.of(grad)
         for measure in self._wanted:
             entry.norms[measure] = entry.version, layout, measure(grad)

@@ -91,7 +91,14 @@ class Recorder:
         self._stepped = False
         self._calls: list[Noted] = []
         self._alone: set[tuple[int, tuple[EntryRef, ...]]] = set()
-        self._facts: dict[EntryRef, EntryFact] = {}
+        self._told: list[_RecordedCall | Mapping[EntryRef, EntryFact]] = []
+        """What facts come from: calls, and entries that were made."""
+        self._last: tuple[list[StepCall], list[_RecordedCall | Mapping[EntryRef, EntryFact]]] = (
+            [],
+            [],
+        )
+        self._last_step = StepTrace(())
+        """The step that ended last, and what it was made of: a step like it is the same object."""
         self._known: dict[tuple[int, tuple[int, ...], tuple[EntryRef, ...]], _RecordedCall] = {}
 
     def start(self, walks: bool = False) -> None:
@@ -115,7 +122,7 @@ class Recorder:
             if (schedule.serial, call.entries) in self._alone:
                 return None
             self._alone.add((schedule.serial, call.entries))
-        self._facts = {**known.gradients, **self._facts, **known.facts}
+        self._told.append(known)
         noted = Noted(call, schedule)
         self._calls.append(noted)
         return noted
@@ -129,7 +136,7 @@ class Recorder:
     def made(self, noted: "Noted", entries: Sequence[Entry]) -> None:
         """A call has run, and made these entries."""
         noted.call = replace(noted.call, made=tuple(e.ref for e in entries))
-        self._facts |= facts_of(entries)
+        self._told.append(facts_of(entries))
 
     def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_RecordedCall":
         """What is written down of a call; as in the last step, while entries are alike."""
@@ -174,12 +181,11 @@ class Recorder:
         """The step that has just ended; None, if nothing of it was recorded."""
         self._stepped = False
         self._alone.clear()
-        noted, facts, self._calls, self._facts = self._calls, self._facts, [], {}
+        noted, told, self._calls, self._told = self._calls, self._told, [], []
         self.last_walked = None
         if not noted:
             return None
-        calls = tuple(n.call for n in noted)
-        step = StepTrace(calls, facts, _micro_batches(calls))
+        step = self._step_of([n.call for n in noted], told)
         if self._keeps_walks:
             walked = tuple(
                 replace(n.call, schedule=n.walked, entries=(*n.call.entries, *n.more))
@@ -188,6 +194,35 @@ class Recorder:
             )
             self.last_walked = replace(step, calls=walked)
         return step
+
+    def _step_of(
+        self, calls: list[StepCall], told: "list[_RecordedCall | Mapping[EntryRef, EntryFact]]"
+    ) -> StepTrace:
+        """The step of these calls: the last one, if these are the very calls of that."""
+        last_calls, last_told = self._last
+        alike = len(calls) == len(last_calls) and len(told) == len(last_told)
+        if not alike or not all(
+            a is b
+            for a, b in (*zip(calls, last_calls, strict=True), *zip(told, last_told, strict=True))
+        ):
+            self._last = calls, told
+            made = tuple(calls)
+            self._last_step = StepTrace(made, _facts(told), _micro_batches(made))
+        return self._last_step
+
+
+def _facts(
+    told: Sequence[_RecordedCall | Mapping[EntryRef, EntryFact]],
+) -> dict[EntryRef, EntryFact]:
+    """What is known of the entries of a step: later calls know better, and an entry that is there
+    better than who is about to make it."""
+    facts: dict[EntryRef, EntryFact] = {}
+    for part in told:
+        if isinstance(part, _RecordedCall):
+            facts = {**part.gradients, **facts, **part.facts}
+        else:
+            facts |= part
+    return facts
 
 
 NOBODY = EntryRef(0)

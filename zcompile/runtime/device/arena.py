@@ -33,6 +33,8 @@ from zcompile.runtime.transfer.interrupts import uninterrupted
 
 MOST_VIEWS = 1 << 16
 """The most views kept by `Arena.view`; more than that are of addresses that are used no more."""
+MOST_SCHEDULES = 256
+"""The most schedules for which `Arena.views_of` keeps views; a step has a few."""
 
 
 def _reclaims_nothing(nbytes: int) -> bool:
@@ -80,6 +82,7 @@ class Arena:
         self._ties: dict[int, Tie] = {}
         self._returned = Dead()
         self._views: dict[tuple[int, Layout], Tensor] = {}
+        self._views_of: dict[int, list[tuple[object, object, Tensor] | None]] = {}
 
     @property
     def peak_bytes(self) -> int:
@@ -156,11 +159,28 @@ class Arena:
         view = self._views.get(known)
         if view is None:
             if len(self._views) >= MOST_VIEWS:
-                self._views.clear()
+                self._forget_views()
             # It outlives this call: torch lets nobody write to what inference mode has made.
             with torch.inference_mode(False):
                 view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
         return view
+
+    def views_of(self, schedule: int, count: int) -> list[tuple[object, object, Tensor] | None]:
+        """The `count` borrows that a schedule begins with, each with the extent that it was lent
+        last, and the view of that; None: nothing. For who lends to write down.
+
+        schedule  its serial
+        """
+        found = self._views_of.get(schedule)
+        if found is None or len(found) != count:
+            if len(self._views_of) >= MOST_SCHEDULES:
+                self._views_of.clear()
+            found = self._views_of[schedule] = [None] * count
+        return found
+
+    def _forget_views(self) -> None:
+        self._views.clear()
+        self._views_of.clear()
 
     @uninterrupted
     def take_slot(self, address: int, nbytes: int, name: str = "a value") -> None:
@@ -371,7 +391,7 @@ class Arena:
         lives."""
         with self._lock:
             self._memory = None
-            self._views.clear()
+            self._forget_views()
         self.scratch.close()
 
     def _drop_memory_of_other_size(self) -> None:
@@ -379,7 +399,7 @@ class Arena:
         memory, empty = self._memory, not self._slots and not self._eager
         if empty and memory is not None and memory.numel() != self.budget_bytes:
             self._memory = None
-            self._views.clear()
+            self._forget_views()
 
 
 class StepScratch:

@@ -605,7 +605,8 @@ def list_call(
             if entry.deferred or entry.copies or entry.narrow is not None:
                 return None
             in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
-            on_host = session_of(entry).host_updates.reaches(entry)
+            updates = session_of(entry).host_updates
+            on_host = bool(updates.wanted) and updates.reaches(entry)
             known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place, on_host))
         elif isinstance(leaf, Tensor):
             known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))

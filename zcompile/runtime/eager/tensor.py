@@ -10,9 +10,10 @@ than one is in memory (`LateStorage`).
 """
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -67,12 +68,35 @@ class Context:
     sink: bool
     requires_grad: bool
 
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Context) and self._fields() == other._fields())
+
+    def __hash__(self) -> int:
+        return hash(self._fields())
+
+    def _fields(self) -> tuple[object, ...]:
+        return self.layout, self.device, self.store, self.sink, self.requires_grad
+
+    def __deepcopy__(self, memo: object) -> "Context":
+        return self  # so that what a guard keeps is what it is compared with
+
+
+@lru_cache(maxsize=4096)
+def _context(
+    layout: Layout, device: torch.device, store: int, sink: bool, requires_grad: bool
+) -> Context:
+    """One object for equal contexts: the guards of a compiled call ask each parameter for its own,
+    and gradients have the same ones in each step."""
+    return Context(layout, device, store, sink, requires_grad)
+
 
 class TieredTensor(Unbacked):
     """See the file's docstring. Made by `zcompile.offload`, never by hand."""
 
     store_key: int
     sink: bool
+    _context: Context
+    """What guards were told of it last."""
     reached: bool = False
     """Somebody got hold of the node by which autograd adds to its gradient."""
     grad_given: bool = False
@@ -99,7 +123,7 @@ class TieredTensor(Unbacked):
         return made  # type: ignore[return-value]  # of class cls
 
     def __init__(self, handle: Tensor, context: Context) -> None:
-        self._handle = handle
+        self._handle, self._context = handle, context
         self.entry_layout = context.layout
         self.store_key = context.store
         self.sink = context.sink
@@ -108,9 +132,9 @@ class TieredTensor(Unbacked):
     def over(cls, entry: Entry, layout: Layout) -> "TieredTensor":
         """A new tiered tensor; the entry is freed when the last use of its handle has died."""
         device = entry.store.device.torch_device
-        context = Context(layout, device, entry.store.key, False, False)
-        made = cls(entry.store.handle(entry), context)
-        made._store = entry.store
+        store = entry.store
+        made = cls(store.handle(entry), _context(layout, device, store.key, False, False))
+        made._store, made._known = store, weakref.ref(entry)
         return made
 
     @classmethod
@@ -125,7 +149,7 @@ class TieredTensor(Unbacked):
     @classmethod
     def named_by(cls, handle: Tensor, layout: Layout, like: "TieredTensor") -> "TieredTensor":
         """A tensor over the entry that `handle` names, in the store of `like`."""
-        made = cls(handle, Context(layout, like.device, like.store_key, False, False))
+        made = cls(handle, _context(layout, like.device, like.store_key, False, False))
         made._store = like._store
         return made
 
@@ -163,9 +187,13 @@ class TieredTensor(Unbacked):
         # The handle is torch's part. Who asks each part where it lies, and how large it is, is
         # shown the tensor as one that has no parts.
         parts = ["_whole"] if is_asked_by(FLATTENS) else ["_handle"]
-        return parts, Context(
-            self.entry_layout, self.device, self.store_key, self.sink, self.requires_grad
-        )
+        known, layout, requires_grad = self._context, self.entry_layout, self.requires_grad
+        same = known.layout is layout and known.requires_grad is requires_grad
+        if not same or known.sink is not self.sink or known.store != self.store_key:
+            known = self._context = _context(
+                layout, self.device, self.store_key, self.sink, requires_grad
+            )
+        return parts, known
 
     @property
     def _whole(self) -> Tensor:

@@ -34,6 +34,7 @@ from zcompile.runtime.gradients.exchanged import ExchangedGradients
 from zcompile.runtime.gradients.leaves import (
     TiledContribution,
     accumulating_parameter,
+    accumulating_parameters,
     autograd_always_calls_post_hooks,
     can_add_tiles,
     flattened,
@@ -96,7 +97,7 @@ class Gradients:
         self._shared = SharedGradients(self._move_to_store)
         self.exchanged = ExchangedGradients(store, wrap, self._contributions_of, _call_post_hooks)
         self.on_device = DeviceGradients(
-            store, wrap, norms, self._sole_parameter, self._store_result
+            store, wrap, norms, self._sole_parameters, self._store_result
         )
 
     @uninterrupted
@@ -222,15 +223,23 @@ class Gradients:
             del self._tiled[key]
             self._finish_tiles(key, tiled)
 
-    def _sole_parameter(self, leaf: Leaf) -> Tensor | None:
-        """The parameter of `leaf`, if the next contribution becomes its `.grad` as it is; else
-        None."""
-        param = accumulating_parameter(leaf)
-        if param is not None and self._contributions_of(param) != 1:
-            return None
-        if param is None or param.grad is not None:
-            return None
-        return None if (current_pass(), leaf.key) in self._sums else param
+    def _sole_parameters(self, leaves: Sequence[Leaf]) -> list[Tensor | None]:
+        """The parameter of each of `leaves` whose next contribution becomes its `.grad` as it is;
+        of the others None."""
+        (number, brings), now = self._pass_counts, current_pass()
+        if number != now:
+            return [None] * len(leaves)
+        unknown, sums = self._unknown_pass, self._sums
+        return [
+            param
+            if param is not None
+            and brings[id(param)] == 1
+            and id(param) not in unknown
+            and param.grad is None
+            and (now, leaf.key) not in sums
+            else None
+            for leaf, param in zip(leaves, accumulating_parameters(leaves), strict=True)
+        ]
 
     def _store_result(self, leaf: Leaf, param: Tensor, grad: Tensor) -> None:
         """Take over a gradient that was made on the device."""
@@ -315,6 +324,14 @@ class Gradients:
                 self._shared.put(key[0], leaf_of(tiered._handle), param)
                 return  # a part of more is what autograd splits
         self._move_to_store(param)
+
+    def adopt_each(self, params: Iterable[Tensor]) -> None:
+        """`adopt` each of these: before an optimizer's step, which has hundreds, hardly one has a
+        gradient that is plain."""
+        for param in params:
+            at_home = isinstance(getattr(param.grad, "entry", None), Entry)
+            if not at_home or self._sums or self._store.fabric is not None:
+                self.adopt(param)
 
     def _adopt_exchanged(self, param: Any) -> None:
         """As `adopt`, where several ranks train the model: only what they exchanged is a gradient.

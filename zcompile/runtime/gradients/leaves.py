@@ -14,7 +14,12 @@ from torch import Tensor
 
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf
-from zcompile.ir.torch_compat import hooks_of, materialised, will_accumulate
+from zcompile.ir.torch_compat import (
+    hooks_of,
+    materialised,
+    will_accumulate,
+    will_accumulate_each,
+)
 from zcompile.ir.types import Layout, row_major
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.store import Entry, Store
@@ -43,6 +48,17 @@ def accumulating_parameter(leaf: Leaf) -> Tensor | None:
             "call loss.backward() and read .grad (backward(inputs=[...]) limits it to some), or "
             "call the model without torch.compile",
         ) from error
+
+
+def accumulating_parameters(leaves: Sequence[Leaf]) -> list[Tensor | None]:
+    """`accumulating_parameter` of each of `leaves`: a backward asks that of hundreds at once."""
+    found = [owner_of(leaf) for leaf in leaves]
+    asked = [param for param in found if param is not None and param.requires_grad]
+    try:
+        answers = dict(zip(map(id, asked), will_accumulate_each(asked), strict=True))
+    except RuntimeError:  # of one of them, which is named then
+        return [accumulating_parameter(leaf) for leaf in leaves]
+    return [param if answers.get(id(param)) else None for param in found]
 
 
 def owner_of(leaf: Leaf) -> Tensor | None:

@@ -10,13 +10,14 @@ that stays becomes an entry in the memory that compute made it in.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zcompile.ir.handles import Leaf
 from zcompile.ir.schedule import Cast, Schedule
-from zcompile.ir.torch_compat import hooks_of, is_lazy
+from zcompile.ir.torch_compat import has_hooks, is_lazy, storage_of
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
 from zcompile.runtime.live_memory import LiveStorage
@@ -24,6 +25,7 @@ from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.resident import copy_dense
 from zcompile.runtime.store.store import Entry, Store, as_they_rest
 from zcompile.runtime.tiers.base import Place
+from zcompile.runtime.tiers.extents import WrittenRanges
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,11 @@ class _Expected:
     target: Tensor
 
 
-@dataclass(frozen=True)
-class _Staying:
-    """A gradient that a call has made for `leaf`, and that stays in the memory of `value`."""
+class _Staying(NamedTuple):
+    """A gradient that a call has made for `leaf`, and that stays in the memory of `value`.
+
+    layout  of the bytes that it stays as
+    """
 
     param: Tensor
     leaf: Leaf
@@ -53,7 +57,8 @@ class _Staying:
 class DeviceGradients:
     """The gradients of one call at a time that rest on the device.
 
-    sole  gives the parameter of a leaf, if the call's contribution becomes its `.grad` as it is
+    sole  gives the parameter of each of some leaves, if the call's contribution becomes its `.grad`
+          as it is
     came  takes a finished gradient: its leaf, its parameter, and the tiered tensor
     """
 
@@ -62,7 +67,7 @@ class DeviceGradients:
         store: Store,
         wrap: Callable[[Entry, Layout], Tensor],
         norms: Norms,
-        sole: Callable[[Leaf], Tensor | None],
+        sole: Callable[[Sequence[Leaf]], Sequence[Tensor | None]],
         came: Callable[[Leaf, Tensor, Tensor], None],
     ) -> None:
         self._store, self._wrap, self._norms = store, wrap, norms
@@ -83,23 +88,22 @@ class DeviceGradients:
             return
         if any(map(_may_be_hooked, leaves)):
             return
-        device, staying = self._store.homes.device, schedule.staying
-        for index in schedule.lone_gradients:
-            leaf, stays = leaves[index], index in staying
-            ref, cast = EntryRef(leaf.key, EntryRole.GRADIENT), schedule.narrow_gradients.get(index)
-            nbytes = leaf.nbytes
-            if cast is not None:
-                nbytes = nbytes // cast.dtype.itemsize * cast.copy_dtype.itemsize
-                if not (stays or device.has_reserved(ref, nbytes)):
-                    cast, nbytes = None, leaf.nbytes  # widened into its address, if that is wide
-            if not (stays or device.has_reserved(ref, nbytes)):
+        staying = schedule.staying
+        wanted = {
+            index: None if index in staying else self._reserved_for(leaves[index], cast)
+            for index in schedule.lone_gradients
+            for cast in (schedule.narrow_gradients.get(index),)
+        }
+        near = [index for index, found in wanted.items() if found is not None or index in staying]
+        params = self._sole([leaves[index] for index in near])
+        for index, param in zip(near, params, strict=True):
+            leaf, reserved = leaves[index], wanted[index]
+            if param is None or not (layout := _layout_of(param)).dense:
                 continue
-            param = self._sole(leaf)
-            if param is None or not (layout := Layout.of(param)).dense:
-                continue
-            if stays:
+            if reserved is None:
                 self._may_stay[leaf.key] = param
                 continue
+            nbytes, cast = reserved
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             made = self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=leaf.key)
             assert made.on_device, "a reserved address that was free is not any more"
@@ -108,6 +112,17 @@ class DeviceGradients:
             if cast is not None:
                 made.rest_narrow(cast)
             self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
+
+    def _reserved_for(self, leaf: Leaf, cast: Cast | None) -> "tuple[int, Cast | None] | None":
+        """Bytes of the free address that is reserved for a gradient, and the cast by which it is
+        narrower than its parameter there; None, if there is none."""
+        device, ref = self._store.homes.device, EntryRef(leaf.key, EntryRole.GRADIENT)
+        if cast is not None:
+            nbytes = leaf.nbytes // cast.dtype.itemsize * cast.copy_dtype.itemsize
+            if device.has_reserved(ref, nbytes):
+                return nbytes, cast
+        # Else it is widened into its address, if that is wide.
+        return (leaf.nbytes, None) if device.has_reserved(ref, leaf.nbytes) else None
 
     def targets(self, into: Sequence[int], leaves: Sequence[Leaf]) -> Sequence[Tensor]:
         """The memory into which compute may make the gradients of those of `leaves` that `into`
@@ -147,23 +162,23 @@ class DeviceGradients:
     def _keep(self, leaf: Leaf, param: Tensor, grad: Tensor) -> Tensor | None:
         """Let a gradient stay in the memory it was made in, if that is its own; returns it then,
         else None."""
-        layout = Layout.of(param)
-        if grad.dtype.itemsize < layout.dtype.itemsize:
-            layout = replace(layout, dtype=grad.dtype)
-        own = grad.untyped_storage().nbytes() == grad.nbytes == layout.nbytes
-        bits = grad.dtype == layout.dtype and not is_lazy(grad)
+        layout, dtype = _layout_of(param), grad.dtype
+        if dtype.itemsize < layout.dtype.itemsize:
+            layout = replace(layout, dtype=dtype)
+        own = storage_of(grad).nbytes() == grad.nbytes == layout.nbytes
+        bits = dtype is layout.dtype and not is_lazy(grad)
         if not (own and bits and grad.stride() == layout.stride):
             return None
-        self._staying.append(_Staying(param, leaf, layout, grad.detach()))
+        self._staying.append(_Staying(param, leaf, layout, grad))
         return grad
 
     def end(self) -> None:
         """The call is over: its gradients become those of their parameters."""
         stayed, self._staying = self._staying, []
         self._may_stay.clear()
-        with torch.no_grad():
-            for found in stayed:
-                self._make_entry(found)
+        if stayed:
+            with torch.no_grad():
+                self._make_entries(stayed)
         received, self._received = self._received, []
         self._expected.clear()
         for leaf, expected in received:
@@ -174,26 +189,34 @@ class DeviceGradients:
                 self._norms.note(made, expected.target.to(expected.param.dtype))
             self._came(leaf, expected.param, expected.grad)
 
-    def _make_entry(self, found: _Staying) -> None:
-        """Make an entry of a gradient that stays."""
-        store, name = self._store, f"{found.param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
-        held, nbytes = store.homes.held, found.layout.nbytes
-        extent = held.take(flattened(found.value), name)
+    def _make_entries(self, stayed: Sequence[_Staying]) -> None:
+        """Make entries of the gradients that stay, all at once."""
+        held = self._store.homes.held
+        places: list[Place] = []
         try:
-            place = Place(nbytes, held, extent)
-            place.written.add(0, nbytes)
-            made = store.create(name, EntryKind.GRAD, nbytes, of=found.leaf.key, at=place)
+            for param, _, layout, value in stayed:
+                name = f"{param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
+                extent = held.take(flattened(value), name)
+                places.append(Place(layout.nbytes, held, extent, WrittenRanges.to(layout.nbytes)))
+            refs = [EntryRef(found.leaf.key, EntryRole.GRADIENT) for found in stayed]
+            entries = self._store.create_at(EntryKind.GRAD, places, refs)
         except BaseException:
-            held.release(extent)
+            for place in places:
+                held.release(place.extent)
             raise
-        layout, dtype = found.layout, found.param.dtype
-        if layout.dtype is not dtype:
-            made.rest_narrow(Cast(dtype, layout.dtype))
-            layout = replace(layout, dtype=dtype)
-        grad = self._wrap(made, layout)  # from here on the entry dies with it
-        made.written()
-        self._norms.note(made, found.value.to(dtype))
-        self._came(found.leaf, found.param, grad)
+        # All wrapped before anybody is told of one: from here on an entry dies with its tensor.
+        grads = []
+        for (param, _, layout, _), made in zip(stayed, entries, strict=True):
+            dtype = param.dtype
+            if layout.dtype is not dtype:
+                made.rest_narrow(Cast(dtype, layout.dtype))
+                layout = replace(layout, dtype=dtype)
+            grads.append(self._wrap(made, layout))
+        for (param, leaf, layout, value), made, grad in zip(stayed, entries, grads, strict=True):
+            made.written()
+            dtype = param.dtype
+            self._norms.note(made, value if layout.dtype is dtype else value.to(dtype))
+            self._came(leaf, param, grad)
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""
@@ -201,6 +224,12 @@ class DeviceGradients:
         self._staying.clear()
         self._received.clear()
         self._expected.clear()
+
+
+def _layout_of(param: Tensor) -> Layout:
+    """The layout of the gradient of a parameter: its own, from the first byte on."""
+    known: Layout | None = getattr(param, "entry_layout", None)  # a tiered tensor's
+    return Layout.of(param) if known is None or known.offset or known.lazy else known
 
 
 def _same_layout(grad: Tensor, target: Tensor) -> bool:
@@ -213,4 +242,4 @@ def _same_layout(grad: Tensor, target: Tensor) -> bool:
 def _may_be_hooked(leaf: Leaf) -> bool:
     """Whether a hook of a user may look into the gradient of a leaf."""
     param = leaf.owner() if leaf.owner is not None else None
-    return param is not None and (may_have_node_hooks(param) or bool(hooks_of(param)[0]))
+    return param is not None and (may_have_node_hooks(param) or has_hooks(param))

@@ -25,7 +25,12 @@ from zcompile.runtime.transfer.ticket import Ready, Ticket
 
 
 class OnDevice(Protocol):
-    """A tier whose entries compute reads and writes where they rest."""
+    """A tier whose entries compute reads and writes where they rest.
+
+    in_arena  in memory that stays there, whatever becomes of the entry
+    """
+
+    in_arena: bool
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
         """A tensor over the bytes of an entry from `begin` on, not to be handed to others."""
@@ -40,14 +45,14 @@ def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
 
     raises  what an earlier transfer of one of them failed with
     """
-    ready = store._mover.are_ready(entry.place for entry in entries)
+    places = [entry.place for entry in entries]
     extents = [
-        e.place.extent
-        if yes
-        and e.place.tier.on_device
+        place.extent
+        if ready
+        and place.tier.on_device
         and not (e.unset or e.deferred or e.sources or e.waits or e.narrow)
         else None
-        for e, yes in zip(entries, ready, strict=True)
+        for e, place, ready in zip(entries, places, store._mover.are_ready(places), strict=True)
     ]
     return ResidentViews(store, entries, extents)
 
@@ -76,16 +81,33 @@ class ResidentViews:
             entry.written()
         return cast(OnDevice, entry.place.tier).view(extent, begin, borrow.layout)
 
-    def views(self, borrows: Sequence[Borrow]) -> list[Tensor]:
-        """`view` of each: of a planned step one after the other are hundreds."""
-        entries, extents, found = self.entries, self.extents, []
-        for borrow in borrows:
-            extent, place = extents[borrow.entry], entries[borrow.entry].place
-            if extent is None or place.extent is not extent or borrow.writes:
+    def views(self, borrows: Sequence[Borrow], of: int) -> list[Tensor]:
+        """`view` of each: of a planned step one after the other are hundreds.
+
+        What rests in the arena where it did is viewed as before: an entry that was moved has
+        another extent.
+
+        of  serial of the schedule that borrows them, which gives the views to each of its calls
+        """
+        entries, extents, found = self.entries, self.extents, list[Tensor]()
+        kept = self.store.arena.views_of(of, len(borrows))
+        for at, borrow in enumerate(borrows):
+            entry = entries[borrow.entry]
+            extent, place = extents[borrow.entry], entry.place
+            if extent is None or place.extent is not extent:
                 found.append(self.view(borrow))
-            else:
-                tier = cast(OnDevice, place.tier)
-                found.append(tier.view(extent, borrow.begin, borrow.layout))
+                continue
+            if borrow.writes:
+                entry.written()
+            last = kept[at]
+            if last is not None and last[0] is borrow and last[1] is extent:
+                found.append(last[2])
+                continue
+            tier = cast(OnDevice, place.tier)
+            view = tier.view(extent, borrow.begin, borrow.layout)
+            if tier.in_arena:
+                kept[at] = borrow, extent, view
+            found.append(view)
         return found
 
 

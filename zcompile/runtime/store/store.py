@@ -460,6 +460,8 @@ class Store:
         self._backlog = Backlog(resources.backlog_bytes, self._mover.ends.hear_of_all)
         self._entries: dict[int, Entry] = {}
         self._dead = Dead()
+        self.lasting_died = 0
+        """Entries that outlive steps and have died, in all."""
         self.deferrals = Deferrals(apply_deferred)
         self._pid = resources.pid
         self.reaches_host = resources.context.device.reaches_host
@@ -506,6 +508,20 @@ class Store:
         self._entries[entry.key] = entry
         handles.bind(entry)
         return entry
+
+    @uninterrupted
+    def create_at(
+        self, kind: EntryKind, places: Sequence[Place], refs: Sequence[EntryRef]
+    ) -> list[Entry]:
+        """As `create` for each of `places`, called by `refs`: a backward creates hundreds."""
+        self.enter(places[0].name if places else "")
+        made = [
+            Entry(self, kind, place, False, ref) for place, ref in zip(places, refs, strict=True)
+        ]
+        for entry in made:
+            self._entries[entry.key] = entry
+            handles.bind(entry)
+        return made
 
     def create_for(
         self,
@@ -865,10 +881,13 @@ class Store:
                 return
             key = gone if isinstance(gone, int) else gone.mark
             if (entry := self._entries.pop(key, None)) is not None:
-                self.deferrals.drop(entry)
+                if entry.deferred:
+                    self.deferrals.drop(entry)
+                self.lasting_died += entry.kind.lasting
                 self.homes.left(entry.place, entry.born)
                 self._mover.free(entry.place)
-                self._dead.extend(_copies(entry))
+                if entry.copies or entry.whole is not None:
+                    self._dead.extend(_copies(entry))
 
     def _prepare_read(self, entry: Entry, ahead: bool = False) -> None:
         """Before a read: check that the entry has a value, and apply what is deferred.

@@ -160,11 +160,13 @@ class Place:
     """Where an entry rests, and what is in flight on it. Guarded by the lock of the
     `TransferQueue`."""
 
-    def __init__(self, nbytes: int, tier: TierIO, extent: Extent) -> None:
+    def __init__(
+        self, nbytes: int, tier: TierIO, extent: Extent, written: WrittenRanges | None = None
+    ) -> None:
         self.nbytes = nbytes
         self.tier = tier
         self.extent = extent
-        self.written = WrittenRanges()
+        self.written = WrittenRanges() if written is None else written
         self.error: BaseException | None = None
         self.freed = False
         self.in_flight: list[Operation] = []

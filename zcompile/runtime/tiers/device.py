@@ -49,6 +49,7 @@ class DeviceTier(OnDeviceTier):
     """
 
     name = "device"
+    in_arena = True
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
@@ -167,41 +168,40 @@ class HeldTier(OnDeviceTier):
     """Entries in memory that compute made, outside the arena."""
 
     name = HELD
+    in_arena = False
 
     def __init__(self) -> None:
-        self._bytes: dict[int, Tensor] = {}
-        self._values: dict[int, Tensor] = {}
-        """What the bytes are of: [numel], in the dtype that it was made in."""
+        self._values: dict[int, tuple[Tensor, Layout]] = {}
+        """What rests here: [numel], in the dtype that it was made in, and how it lies."""
         self._numbers = count()
 
     def take(self, value: Tensor, name: str) -> Extent:
         """Let `value` stay: 1-D, contiguous, and a storage of its own."""
         number = next(self._numbers)
-        self._bytes[number], self._values[number] = value.view(torch.uint8), value
+        self._values[number] = value, Layout.of(value)
         return Extent(number, 0, value.nbytes, name)
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:
         """A tensor over the bytes from `begin` on; if that is all of them as they were made, the
         same object each time."""
-        value = self._values[extent.file]
-        if not begin and layout == Layout.of(value):
+        value, own = self._values[extent.file]
+        if not begin and (layout is own or layout == own):
             return value
-        return layout.view(self._bytes[extent.file][begin : begin + layout.end_bytes])
+        return layout.view(value.view(torch.uint8)[begin : begin + layout.end_bytes])
 
     def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        yield begin, self._bytes[extent.file][begin:end]
+        yield begin, self._values[extent.file][0].view(torch.uint8)[begin:end]
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         """Entries here were made here. raises  TierFull"""
         raise TierFull(name, nbytes, [self.usage()])
 
     def release(self, extent: Extent) -> None:
-        del self._bytes[extent.file], self._values[extent.file]
+        del self._values[extent.file]
 
     def usage(self) -> tuple[str, int, int]:
-        used = sum(value.numel() for value in self._bytes.values())
+        used = sum(value.nbytes for value, _ in self._values.values())
         return self.name, used, used
 
     def close(self) -> None:
-        self._bytes.clear()
         self._values.clear()

@@ -111,6 +111,14 @@ class WrittenRanges:
     def __init__(self) -> None:
         self._ranges: list[tuple[int, int]] = []
 
+    @classmethod
+    def to(cls, end: int) -> "WrittenRanges":
+        """Of an entry of which all bytes, up to `end`, hold a value."""
+        made = cls()
+        if end:
+            made._ranges.append((0, end))
+        return made
+
     def copy(self) -> "WrittenRanges":
         copied = WrittenRanges()
         copied._ranges = list(self._ranges)

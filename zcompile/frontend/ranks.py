@@ -107,10 +107,7 @@ def open_fabric(config: Config) -> Fabric | None:
         )
     whole = len(ranks) == dist.get_world_size()
     group = None if whole else config.mesh.get_group()
-    fabric = Fabric(ranks, group, float(config.rank_timeout))
-    per_node = config.ranks_per_node or _ranks_per_host(fabric.hosts)
-    fabric.over(_link_of(config, fabric.size, per_node), per_node)
-    return fabric
+    return Fabric(ranks, group, float(config.rank_timeout))
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:
@@ -244,7 +241,7 @@ def config_of_rank(config: Config, fabric: Fabric) -> Config:
 
 
 def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
-    """Check that all ranks open the same.
+    """Check that all ranks open the same; from then on the links between them are paced.
 
     raises  RanksDiffer
     """
@@ -257,6 +254,8 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
     same = {name: value for name, value in rows.items() if name != "residency"}
     derived = [getattr(config, name) for name in DERIVED]
     fabric.agree("offload a model", sorted(same.items()), derived, text=text)
+    per_node = config.ranks_per_node or _ranks_per_host(fabric.hosts)
+    fabric.over(_link_of(config, fabric.size, per_node), per_node)
 
 
 @contextmanager

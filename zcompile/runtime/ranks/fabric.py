@@ -262,7 +262,8 @@ class Fabric:
         return self._hosts.count(self._hosts[self.rank])
 
     def over(self, link: RankLink, ranks_per_node: int) -> None:
-        """Take this for the link between ranks, on all of them alike, before any bytes move.
+        """Take this for the link between ranks from here on, on all of them alike: who has a
+        throttle sends more messages than who has none.
 
         ranks_per_node  one behind the other
         """

@@ -89,7 +89,7 @@ def carried(mesh):
     seconds of a gather and an exchange that share the link, each rank beginning with another; what
     came, and what was counted."""
     rank, link = mesh.get_local_rank(), RankLink("rank_to_rank", SLOW)
-    fabric = Fabric([0, 1], None, 60.0)
+    fabric = Fabric([0, 1], mesh.get_group(), 60.0)
     fabric.over(link, 2)
     try:
         whole = torch.full((NBYTES,), 9, dtype=torch.uint8)
@@ -140,7 +140,7 @@ def test_a_collective_takes_what_its_bytes_take_on_the_link(pool):
 def held(mesh):
     """Fail while the link holds a gather back, for longer than any test; what was held, and what
     still is."""
-    fabric = Fabric([0, 1], None, 60.0)
+    fabric = Fabric([0, 1], mesh.get_group(), 60.0)
     fabric.over(RankLink("rank_to_rank", 1.0), 2)
     promise = fabric.gather(torch.zeros(NBYTES, dtype=torch.uint8), "w", [])
     while not (told := fabric.link.holding()):

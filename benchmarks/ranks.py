@@ -3,33 +3,43 @@
     python -m benchmarks.ranks --ranks 1 2 4 --link 4MB/s
     python -m benchmarks.ranks --ranks 2 --stages
     python -m benchmarks.ranks --ranks 1 2 4 --saves DIR
+    python -m benchmarks.ranks --ranks 1 2 --planned
+    python -m benchmarks.ranks --ranks 2 --lanes DIR
+    python -m benchmarks.ranks --ranks 2 --beside
 
 Each rank takes one sequence, so that every rank computes as much however many there are. Host to
 device and back are paced; what crosses between ranks (gloo, on this machine) is not. A real fabric
 and real links are other figures: these show that every rank moves its part, and nothing else.
 With `--stages` nothing is paced and the device has room for all, so that what crosses between ranks
 decides: the stages of ZeRO beside each other, with two micro-batches in a step. With `--saves`
-weights are saved to a directory: by zcompile, and by torch.distributed.checkpoint from FSDP2.
+weights are saved to a directory: by zcompile, and by torch.distributed.checkpoint from FSDP2. With
+`--planned` steps are planned, and stand beside their prediction. With `--lanes` a model of which
+little is trained rests on disk, and disk, bus and the link between ranks are paced so that each
+takes as long: so does the step, if they work at once. With
+`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn.
 """
 
 import argparse
 import os
 import shutil
 import socket
+import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch import multiprocessing as mp
-from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 import zcompile
 from examples.train_gpt import GPT, Shape
+from zcompile.ir.units import parse_rate
 
 SAVED, WIDTH = 8, 4096
 """Weights of a model that is saved, 64 MiB each, and their width."""
@@ -38,6 +48,12 @@ SAVES = 4
 SHAPE = Shape(layers=4, width=192, heads=4, context=32, vocabulary=512)
 STEPS, PLANNED = 4, 12
 """Steps, and of runs in which only planned ones count."""
+DEEP = Shape(layers=8, width=256, heads=4, context=32, vocabulary=512)
+WIDE = Shape(layers=12, width=512, heads=8, context=128, vocabulary=512)
+BESIDE_DISK = "1536KiB"
+"""Host memory of a run whose weights are to rest on disk: for staging, and little else."""
+SEEN, COUNTED = 4, 3
+"""Steps before a plan has settled, and those of it that count."""
 
 
 def measured(
@@ -109,6 +125,179 @@ def compare_stages(ranks: int) -> None:
         print(f"| {row} | {whole / 2**20:.1f} | {device / 2**20:.1f} |", flush=True)
 
 
+def planned(
+    rank: int, ranks: int, port: int, cases: dict[str, tuple[Shape, dict[str, Any]]], told: Any
+) -> None:
+    """Train by plans on one rank, case after case; rank 0 tells the seconds of their steps, and
+    what was predicted.
+
+    cases  name -> a shape, and fields of the config; with a disk only norms and biases train
+    """
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    for name, (shape, fields) in cases.items():
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = GPT(shape)
+        for param in model.parameters():
+            param.requires_grad_("disk" not in fields or param.dim() == 1)
+        model = zcompile.offload(model, device="cpu", mesh=mesh, **fields)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+        run = torch.compile(model, backend="zinf")
+        ids = torch.randint(512, (1, 33), generator=torch.Generator().manual_seed(rank))
+        seconds = []
+        for step in range(SEEN + COUNTED):
+            if step == SEEN:
+                zcompile.stats(model, reset=True)
+            dist.barrier()
+            begin = time.perf_counter()
+            run(ids[:, :-1], ids[:, 1:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - begin)
+        stats = zcompile.stats(model)
+        if rank == 0:
+            moved = {link: nbytes / COUNTED for link, nbytes in stats["bytes"].items()}
+            told.put((name, statistics.median(seconds[SEEN:]), moved, stats["predicted"]))
+        zcompile.close(model)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def by_plans(
+    ranks: int, cases: dict[str, tuple[Shape, dict[str, Any]]]
+) -> Iterator[tuple[str, float, dict[str, float], Any]]:
+    """What rank 0 of so many tells of each case: name, seconds, bytes of each link, prediction."""
+    told = mp.get_context("spawn").SimpleQueue()
+    running = mp.spawn(planned, (ranks, free_port(), cases, told), nprocs=ranks, join=False)
+    while not running.join(1.0):
+        while not told.empty():
+            yield told.get()
+    while not told.empty():
+        yield told.get()
+
+
+def compare_planned(ranks: list[int], link: str) -> None:
+    """A table of planned steps, beside what was predicted of them."""
+    print(f"planned steps, h2d and d2h of {link}, one sequence per rank")
+    print("| ranks | step, s | of one rank's | predicted, s | of that | least, s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    alone = 0.0
+    for count in ranks:
+        fields = {
+            "device_memory": "6MiB",
+            "host_memory": "128MiB",
+            "throttle": {"h2d": link, "d2h": link},
+            "stage": 3,
+        }
+        ((_, seconds, _, predicted),) = by_plans(count, {"planned": (SHAPE, fields)})
+        alone = alone or seconds
+        step_s, least_s = predicted["step_s"], predicted["least_s"]
+        row = f"{count} | {seconds:.3f} | {seconds / alone:.2f} | {step_s:.3f}"
+        print(f"| {row} | {seconds / step_s:.2f} | {least_s:.3f} |", flush=True)
+
+
+def compare_lanes(ranks: int, link: str, disk: str) -> None:
+    """A table of steps over three lanes that take equally long, with prefetch and without.
+
+    link  rate of the one between ranks; the others are as slow for the bytes that they move then
+    """
+    lanes, rate = ("disk_read", "h2d", "rank_to_rank"), float(parse_rate(link))
+    fields = {
+        "device_memory": "6MiB",
+        "host_memory": BESIDE_DISK,
+        "disk": disk,
+        "throttle": dict.fromkeys(lanes, rate),
+        "stage": 3,
+    }
+    ((_, _, moved, _),) = by_plans(ranks, {"first": (DEEP, fields)})
+    slow = {lane: max(1.0, rate * moved[lane] / moved["rank_to_rank"]) for lane in lanes}
+    fields["throttle"] = slow
+    cases = {"on": (DEEP, fields), "off": (DEEP, {**fields, "max_lead": 0})}
+    told = ", ".join(f"{lane} {at / 1e6:.1f}" for lane, at in slow.items())
+    print(f"{ranks} ranks, weights frozen; MB/s: {told}")
+    print("| prefetch | step, s | of the longest lane | predicted, s | least, s | each lane, s |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, seconds, moved, predicted in by_plans(ranks, cases):
+        busy = [moved[lane] / slow[lane] for lane in lanes]
+        least, step_s = predicted["least_s"], predicted["step_s"]
+        row = f"{name} | {seconds:.3f} | {seconds / max(busy):.2f} | {step_s:.3f} | {least:.3f}"
+        print(f"| {row} | {', '.join(f'{s:.3f}' for s in busy)} |", flush=True)
+
+
+def beside(rank: int, ranks: int, port: int, shape: Shape, offloads: bool, told: Any) -> None:
+    """Train a model by FSDP2 and by zcompile on one rank, a step of each in turn; rank 0 tells the
+    seconds of their steps.
+
+    offloads  FSDP2 keeps shares in host memory by its policy, zcompile beside a small device
+    """
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    ids = torch.randint(512, (1, 129), generator=torch.Generator().manual_seed(rank))
+    torch.manual_seed(0)
+    peer = GPT(shape)
+    policy = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
+    for block in peer.blocks:
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(peer, mesh=mesh, offload_policy=policy)
+    torch.manual_seed(0)
+    memory = "64MiB" if offloads else "1GiB"
+    model = zcompile.offload(
+        GPT(shape), device="cpu", mesh=mesh, device_memory=memory, host_memory="1GiB"
+    )
+    seconds: dict[str, list[float]] = {"FSDP2": [], "zcompile": []}
+    steps: dict[str, Callable[[], Tensor]] = {}
+
+    def step_of(params: Any, run: Callable[..., Tensor]) -> Callable[[], Tensor]:
+        optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
+
+        def step() -> Tensor:
+            loss = run(ids[:, :-1], ids[:, 1:])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    steps["FSDP2"] = step_of(peer.parameters(), peer)
+    steps["zcompile"] = step_of(model.parameters(), torch.compile(model, backend="zinf"))
+    losses: dict[str, Tensor] = {}
+    for _ in range(SEEN + COUNTED):
+        for name, step in steps.items():
+            dist.barrier()
+            begin = time.perf_counter()
+            losses[name] = step()
+            seconds[name].append(time.perf_counter() - begin)
+    if rank == 0:
+        medians = {name: statistics.median(all_[SEEN:]) for name, all_ in seconds.items()}
+        same = bool(losses["FSDP2"] == losses["zcompile"])
+        told.put((medians, same, zcompile.stats(model)["plan"]["stage"]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare_with_fsdp(ranks: int, shape: Shape) -> None:
+    """A table of steps of FSDP2 and of zcompile, in the same processes."""
+    blocks = f"{shape.layers} blocks of width {shape.width}"
+    print(f"{ranks} ranks, {blocks}, one sequence of 128 tokens per rank, AdamW")
+    print("| in host memory | stage | FSDP2, s | zcompile, s | ratio | same loss |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for offloads in (False, True):
+        told = mp.get_context("spawn").SimpleQueue()
+        mp.spawn(beside, (ranks, free_port(), shape, offloads, told), nprocs=ranks)
+        medians, same, stage = told.get()
+        where = "by CPU offload" if offloads else "all, no offload"
+        ratio = medians["zcompile"] / medians["FSDP2"]
+        row = f"{where} | {stage} | {medians['FSDP2']:.3f} | {medians['zcompile']:.3f}"
+        print(f"| {row} | {ratio:.2f} | {same} |", flush=True)
+
+
 def saving(rank: int, ranks: int, port: int, kind: str, given: str, told: Any) -> None:
     """Save on one rank; each tells the seconds of all, the bytes and by how much memory grew."""
     torch.set_num_threads(1)
@@ -171,7 +360,20 @@ def main() -> None:
     parser.add_argument("--link", default="4MB/s", help="of host to device, and back")
     parser.add_argument("--stages", action="store_true", help="compare the stages of ZeRO")
     parser.add_argument("--saves", metavar="DIR", help="compare saves to a directory")
+    parser.add_argument("--planned", action="store_true", help="compare with predictions")
+    parser.add_argument("--lanes", metavar="DIR", help="pace three lanes alike, weights in there")
+    parser.add_argument("--beside", action="store_true", help="compare with FSDP2")
     asked = parser.parse_args()
+    if asked.planned:
+        compare_planned(asked.ranks, asked.link)
+        return
+    for ranks in asked.ranks if asked.lanes or asked.beside else ():
+        if asked.lanes:
+            compare_lanes(ranks, asked.link, asked.lanes)
+        else:
+            compare_with_fsdp(ranks, WIDE)
+    if asked.lanes or asked.beside:
+        return
     if asked.saves:
         compare_saves(asked.ranks, asked.saves)
         return

@@ -18,7 +18,7 @@ from examples import report
 from examples.loop import Keeping, Task, compare_with_eager, values_of
 from examples.ranks import Ranks, known_ranks
 from examples.text import Batch, InputInvalid, read_text
-from zcompile.config import LINKS
+from zcompile.config import PACED
 
 Result = TypeVar("Result")
 
@@ -110,7 +110,7 @@ def parser_of_tiers(about: str, *, device_memory: str, host_memory: str) -> argp
         nargs="+",
         default=[],
         metavar="LINK=RATE",
-        help=f"paces the CPU device; links: {', '.join(LINKS)}",
+        help=f"paces the CPU device; links: {', '.join(PACED)}",
     )
     made.add_argument("--dump", type=Path, help="a directory for what every pass did")
     return made

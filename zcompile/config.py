@@ -18,10 +18,12 @@ from triton_kernels import missing
 from zcompile.errors import ConfigInvalid, DiskUnusable, UnknownOption
 from zcompile.ir.units import Share, parse_budget, parse_rate, parse_seconds, parse_size
 from zcompile.machine.files import find
-from zcompile.machine.model import TIER_LINKS, Machine
+from zcompile.machine.model import RANK_LINKS, TIER_LINKS, Machine
 
 LINKS = TIER_LINKS
 """Links between tiers; `throttle` and `stats` use the same names."""
+PACED = (*TIER_LINKS, *RANK_LINKS)
+"""Links that `throttle` may slow down: those between ranks too."""
 
 PLAN_FIELDS = ("param_dtype", "activations", "regions", "max_lead", "tile_bytes", "dump")
 """Fields that `torch.compile(options=...)` may override: they shape the plan, not the tiers."""
@@ -57,7 +59,9 @@ class Config:
     param_dtype     keep a copy in this dtype of parameters that compiled graphs only read after a
                     cast to it, as under torch.autocast: of those on disk, and of those that ranks
                     hold shares of; they and the optimizer stay as they are
-    throttle        link name -> bytes per second, paces the CPU device's transfers
+    throttle        link name -> bytes per second, paces the CPU device's transfers, and what ranks
+                    of one node ("rank_to_rank"), or of several ("node_to_node"), gather and
+                    exchange: bytes that come to each of them
     activations     what becomes of values that backward needs, where they do not fit: "recompute",
                     "offload" (to the host or to disk), whatever is cheaper for each ("auto");
                     "keep": they are kept all the same
@@ -78,6 +82,8 @@ class Config:
                     take no more than this; None: only what does not fit `device_memory` is tiled
     mesh            the ranks that train one model together, a `DeviceMesh` of one dimension; None:
                     all ranks of torch.distributed; False: each rank trains a model of its own
+    ranks_per_node  how many ranks, one behind the other, count as a node, so that one machine may
+                    stand in for several; None: those that run on one machine
     rank_timeout    longest that ranks wait for one that does not come: seconds, or "60s", "5min"
     reduction       "ordered": gradients of ranks are summed in the order of ranks, so that results
                     do not depend on how many there are
@@ -106,6 +112,7 @@ class Config:
     max_lead: int = 8
     tile_bytes: int | str | None = None
     mesh: Any = None
+    ranks_per_node: int | None = None
     rank_timeout: float | str = "60s"
     reduction: str = "ordered"
     stage: str | int = "auto"
@@ -137,8 +144,8 @@ class Config:
         # The machine, and links that are slowed down.
         self._set("machine", _machine(self.machine))
         for link in self.throttle:
-            if link not in LINKS:
-                raise UnknownOption(link, LINKS, "throttle")
+            if link not in PACED:
+                raise UnknownOption(link, PACED, "throttle")
         self._set(
             "throttle",
             MappingProxyType(
@@ -186,6 +193,13 @@ class Config:
                 self.mesh,
                 "cannot be used: give a DeviceMesh of one dimension, or None for all ranks of "
                 "torch.distributed, or False for a model per rank",
+            )
+        per_node = self.ranks_per_node
+        if per_node is not None and (
+            isinstance(per_node, bool) or not isinstance(per_node, int) or per_node < 1
+        ):
+            raise ConfigInvalid(
+                "ranks_per_node", per_node, "must be an int of ranks, at least 1, or None"
             )
         self._set("rank_timeout", _checked("rank_timeout", self.rank_timeout, parse_seconds))
         if self.reduction != "ordered":

@@ -269,6 +269,16 @@ def test_the_machine_of_a_config_is_taken_unmeasured(measured, device):
     assert machine.links["h2d"].bytes_per_s == 1e9
 
 
+def test_a_throttle_slows_links_between_ranks_that_a_machine_has(measured, device):
+    """So `zcompile.plan` plans for it as for any other."""
+    config = Config(device="cpu", machine="dgx2-v100-4nodes", throttle={"node_to_node": "1GB/s"})
+    between, within = (
+        machine_for(config, device).links[name] for name in ("node_to_node", "rank_to_rank")
+    )
+    assert between.bytes_per_s == 1e9
+    assert within == config.machine.links["rank_to_rank"]
+
+
 def test_a_machine_can_be_given_as_it_is(measured, device):
     given = replace(MACHINE, name="mine", tiers={"device": 3})
     assert machine_for(Config(device="cpu", machine=given), device) == given

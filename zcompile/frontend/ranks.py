@@ -6,10 +6,12 @@ parameter is a share (`ir/partition.py`); what crosses between them goes through
 """
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +32,12 @@ from zcompile.ir.partition import partition_of
 from zcompile.ir.torch_compat import keys_below, store_of_torchrun
 from zcompile.ir.types import Layout
 from zcompile.ir.version import VERSION
+from zcompile.machine.model import RANK_LINKS, Machine, slowest_way
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
+from zcompile.runtime.ranks.link import RankLink
 from zcompile.runtime.ranks.meeting import meet
 
 log = logging.getLogger("zcompile.frontend.ranks")
@@ -57,6 +61,7 @@ ALIKE = (
     "stage",
     "param_dtype",
     "tile_bytes",
+    "ranks_per_node",
 )
 """Of a config, what decides what crosses between ranks. What `torch.compile(options=)` says instead
 is compared with the collectives of each call."""
@@ -71,10 +76,11 @@ def open_fabric(config: Config) -> Fabric | None:
     raises  ConfigInvalid, Unsupported, RanksDiffer, RankFailed
     """
     if config.mesh is False or not (is_mesh(config.mesh) or _several()):
-        if config.stage != "auto":
+        asked = {"stage": config.stage != "auto", "ranks_per_node": config.ranks_per_node}
+        for name in (name for name, is_asked in asked.items() if is_asked):
             raise ConfigInvalid(
-                "stage",
-                config.stage,
+                name,
+                getattr(config, name),
                 "is of several ranks that train one model, and this process trains alone; leave it "
                 "out, or start the ranks with torchrun",
             )
@@ -92,9 +98,49 @@ def open_fabric(config: Config) -> Fabric | None:
         )
     ranks = _ranks_of(config.mesh)
     _refuse_unready(config)
+    if config.ranks_per_node and len(ranks) % config.ranks_per_node:
+        raise ConfigInvalid(
+            "ranks_per_node",
+            config.ranks_per_node,
+            f"does not divide the {len(ranks)} ranks, and every node has as many; give a number "
+            "that does, or leave it out",
+        )
     whole = len(ranks) == dist.get_world_size()
     group = None if whole else config.mesh.get_group()
     return Fabric(ranks, group, float(config.rank_timeout))
+
+
+def _ranks_per_host(hosts: Sequence[str]) -> int:
+    """How many ranks, one behind the other, are on one machine, wherever that is. Nodes are as
+    large, where some have more than others too.
+
+    hosts  by rank
+    """
+    return math.gcd(*(len(list(found)) for _, found in groupby(hosts)))
+
+
+def _link_of(config: Config, size: int, per_node: int) -> RankLink:
+    """The link that decides how fast collectives are: the slowest, as far as that is told, of those
+    that a ring over all ranks passes."""
+    throttle = {
+        link: float(config.throttle[link]) for link in RANK_LINKS if link in config.throttle
+    }
+    described = config.machine.links if isinstance(config.machine, Machine) else {}
+    rates = {name: described[name].bytes_per_s for name in RANK_LINKS if name in described}
+    rates = {
+        name: min(rates.get(name, math.inf), throttle.get(name, math.inf)) for name in RANK_LINKS
+    }
+    paces = slowest_way(throttle, size, per_node)
+    if "node_to_node" in throttle and size == per_node:
+        log.warning(
+            "throttle has 'node_to_node', which paces nothing: all %d ranks are on one node; "
+            "ranks_per_node= lets one machine stand in for several",
+            size,
+        )
+    return RankLink(
+        slowest_way(rates, size, per_node) or RANK_LINKS[0],
+        None if paces is None else throttle.get(paces),
+    )
 
 
 def _find_ranks() -> None:
@@ -195,16 +241,21 @@ def config_of_rank(config: Config, fabric: Fabric) -> Config:
 
 
 def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
-    """Check that all ranks open the same.
+    """Check that all ranks open the same; from then on the links between them are paced.
 
     raises  RanksDiffer
     """
     rows = {name: str(getattr(config, name)) for name in (*ALIKE, "residency")}
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
+    for link in RANK_LINKS:
+        if link in config.throttle:
+            rows[f"throttle[{link!r}]"] = str(config.throttle[link])
     text = ", ".join(f"{name}={value}" for name, value in rows.items())
     same = {name: value for name, value in rows.items() if name != "residency"}
     derived = [getattr(config, name) for name in DERIVED]
     fabric.agree("offload a model", sorted(same.items()), derived, text=text)
+    per_node = config.ranks_per_node or _ranks_per_host(fabric.hosts)
+    fabric.over(_link_of(config, fabric.size, per_node), per_node)
 
 
 @contextmanager

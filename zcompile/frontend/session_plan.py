@@ -11,7 +11,7 @@ from zcompile.frontend.rescheduling import lead_of
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, EntryRef
 from zcompile.machine.cost import Costs
-from zcompile.machine.model import Link, Machine
+from zcompile.machine.model import RANK_LINKS, Link, Machine
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
@@ -40,7 +40,7 @@ from zcompile.planner.step_plan import (
     stay_and_scratch,
 )
 from zcompile.planner.whole_step import NO_WHOLES, gathered_in, with_wholes
-from zcompile.runtime.probe import machine_for
+from zcompile.runtime.probe import machine_for, paced
 from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.session import Session
@@ -54,16 +54,17 @@ def costs_of(session: Session) -> Costs:
     """Costs of this machine, and of what ran on it."""
     machine = machine_for(session.config, session.device)
     if session.fabric is not None:
-        machine = _with_ranks(machine, session.fabric)
+        machine = paced(_with_ranks(machine, session.fabric), session.config, session.device)
     return session.executor.clocks.costs(machine, session.ways())
 
 
 def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:
-    """A machine as one of the ranks of a fabric has it: with the link between them, at the rate
+    """A machine as one of the ranks of a fabric has it: with the links between them, at the rate
     that collectives have had, unless the machine says one."""
     links = dict(machine.links)
-    links.setdefault("rank_to_rank", Link("rank_to_rank", fabric.bytes_per_s()))
-    return replace(machine, links=links, ranks=fabric.size, ranks_per_node=fabric.size)
+    for name in RANK_LINKS[: 2 if fabric.size > fabric.ranks_per_node else 1]:
+        links.setdefault(name, Link(name, fabric.bytes_per_s()))
+    return replace(machine, links=links, ranks=fabric.size, ranks_per_node=fabric.ranks_per_node)
 
 
 def seconds_at(costs: Costs) -> Seconds:

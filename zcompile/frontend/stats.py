@@ -67,7 +67,10 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
                   `compiled` (or taken from torch's caches), those `loaded` from beside the run,
                   and what was `refused` and why: it is run eagerly. None with eager regions
     fabric        only where several ranks train the model: `rank` of `ranks`, `bytes` that this one
-                  has sent (`gather`, `exchange`, `agree`), and `seconds` that those took
+                  has sent (`gather`, `exchange`, `agree`), and `seconds` that those took. `bytes`
+                  and `seconds` above then have `rank_to_rank` too (between nodes, `node_to_node`):
+                  what has come to this rank in gathers and exchanges, and the seconds in which some
+                  of it was on its way
     plan          only there: `stage` of ZeRO that is in force, 2 or 3; `gathered`: parameters of
                   which ranks hold shares, and `whole`: those of them that are kept whole on the
                   device of every rank, which take `whole_bytes`
@@ -85,6 +88,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     measured["step_s"] = session.executor.clocks.step_s()
     measured["predicted"] = session.controller.prediction()
     if session.fabric is not None:
+        link = session.fabric.link
+        for key, total in zip(("bytes", "seconds"), link.totals(reset), strict=True):
+            measured[key] = {**measured[key], link.name: total}
         measured["fabric"] = session.fabric.totals(reset)
         measured["plan"] = _stage(session)
     if reset:

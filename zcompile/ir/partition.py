@@ -8,6 +8,7 @@ padding, which is never shown and never saved.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,3 +145,43 @@ def range_of_fetch(spec: ParamSpec, brings: Layout) -> SharedRange | None:
     if not brings.dense or brings.numel >= spec.layout.numel:
         return None
     return shared_range(spec, brings.offset, brings.numel, brings.dtype.itemsize)
+
+
+class Crossing(NamedTuple):
+    """The bytes of a link between ranks that one collective takes.
+
+    Ranks are taken for a ring, in which each passes on what has come to it. As much goes out as
+    comes in, at the same time, so what counts is what comes: (ranks - 1) / ranks of what is
+    gathered, or exchanged. Plans, throttles and what was measured all count so.
+
+    arrives  bytes that come to this rank from the others
+    slowest  the most that come to any of them, which a ring takes the time of; more than `arrives`
+             where a tile lies in the shares of some ranks more than in those of others
+    """
+
+    arrives: int
+    slowest: int
+
+
+def gathered(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Crossing:
+    """What crosses when each of so many ranks gets all of `nbytes`, of which they hold shares."""
+    if tile is None:
+        each = nbytes * (ranks - 1) // ranks
+        return Crossing(each, each)
+    least = min(last - first for first, last in map(tile.of_rank, range(ranks)))
+    return Crossing(nbytes - tile.own_nbytes, nbytes - least)
+
+
+def exchanged(
+    nbytes: int, ranks: int, each: bool = False, tile: SharedRange | None = None
+) -> Crossing:
+    """What crosses when each of so many ranks gets what all have made of its share of `nbytes`.
+
+    each  every rank gets all of it
+    """
+    others = ranks - 1
+    if tile is not None:
+        most = max(last - first for first, last in map(tile.of_rank, range(ranks)))
+        return Crossing(tile.own_nbytes * others, most * others)
+    came = nbytes * others // (1 if each else ranks)
+    return Crossing(came, came)

@@ -243,6 +243,17 @@ class Machine:
                 )
 
 
+def slowest_way(rates: Mapping[str, float], ranks: int, ranks_per_node: int) -> str | None:
+    """Name of the slowest link that a ring over all ranks passes, each rank next to those of its
+    node; None: one rank is all.
+
+    rates  bytes per second by name; links without one are never in the way
+    """
+    passed = (("node_to_node", ranks > ranks_per_node), ("rank_to_rank", ranks_per_node > 1))
+    names = [name for name, is_passed in passed if is_passed]
+    return min(names, key=lambda name: rates.get(name, math.inf), default=None)
+
+
 def with_ranks(machine: Machine, ranks: int) -> Machine:
     """`machine` with another number of ranks: on one node, as far as that has so many, or on whole
     nodes.

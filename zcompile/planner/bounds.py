@@ -52,7 +52,7 @@ from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryRef, Phase
 from zcompile.machine.model import TIER_LINKS, Link, Machine
 from zcompile.memory.linear_program import Column, LinearProgram, Term
-from zcompile.planner.paths import crossing_bytes, crossing_wide, way_between_ranks
+from zcompile.planner.paths import crossing, crossing_wide, way_between_ranks
 from zcompile.planner.placement import Room
 
 
@@ -130,7 +130,7 @@ def demand_of(
     ranks, way = (1, None) if machine is None else (machine.ranks, way_between_ranks(machine))
     touched: dict[int, _Touched] = {}
     wide = crossing_wide(step)
-    phases, seconds, late, found, crossing = [], [], [], [], []
+    phases, seconds, late, found, crosses = [], [], [], [], []
     for phase, calls in _segmented(step, together):
         reads: _Distinct = _Ranges()
         writes: _Distinct = _Ranges()
@@ -146,7 +146,7 @@ def demand_of(
         seconds.append(compute_s)
         late.append(updates)
         every = (x for call in calls for x in call.schedule.effects if x.is_collective)
-        crossing.append(sum(crossing_bytes(x, ranks, wide) for x in every))
+        crosses.append(sum(crossing(x, ranks, wide).arrives for x in every))
         found.append((reads.sizes(), writes.sizes()))
     groups = _alike(phases, found)
     segments = tuple(
@@ -157,7 +157,7 @@ def demand_of(
             tuple(uses[n].written for _, _, uses in groups),
             tuple(uses[n].lives for _, _, uses in groups),
             late[n],
-            crossing[n],
+            crosses[n],
         )
         for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
     )

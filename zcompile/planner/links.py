@@ -38,7 +38,8 @@ class SimTransfer:
     over_after   number of links until its memory on the device is free, or filled
     seconds      its duration, if it is compute; None: it has bytes
     adds         it is added to the bytes at home: on the host, half of each buffer for either
-    disk_nbytes  bytes that a disk moves for it: whole blocks
+    disk_nbytes  bytes that a disk moves for it: whole blocks; of a collective, those that come to
+                 this rank, where `nbytes` are those that take the time
     unseen       a link that it passes in no time
     by_events    the device's own streams order it: it is enqueued once the host has heard of what
                  `hears_of` names, and waits there for all else that it follows

@@ -5,10 +5,11 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from zcompile.errors import Unsupported
 from zcompile.ir.effects import GRADIENT, IN, Effects, HomeAccess, Instruction
 from zcompile.ir.handover import handover, last_writes, passes_by
+from zcompile.ir.partition import Crossing, exchanged, gathered
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.machine.cost import Costs
-from zcompile.machine.model import Link, Machine
+from zcompile.machine.model import RANK_LINKS, Link, Machine, slowest_way
 from zcompile.planner.links import SimTransfer
 
 HOST, DISK = "host", "disk"
@@ -16,17 +17,16 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 """The call that fetches are handed over to, and the instructions after which they start."""
 
 
-def crossing_bytes(x: Effects, ranks: int, wide: Container[str] = ()) -> int:
-    """Bytes of a collective that come to one of so many ranks from the others: of each its share,
-    or all of what each of them has made; of a tile what shares have of it.
+def crossing(x: Effects, ranks: int, wide: Container[str] = ()) -> Crossing:
+    """The bytes of the link between so many ranks that a collective takes.
 
     wide  names of parameters whose gradients hooks see, which cross in the parameter's dtype
     """
+    if x.fills:
+        return gathered(x.nbytes, ranks, x.tile)
     if x.wide_nbytes and x.name in wide:
-        return x.wide_nbytes * (ranks - 1) // (1 if x.each else ranks)
-    if x.tile is not None:
-        return x.tile.own_nbytes * (ranks - 1) if x.defines else x.nbytes - x.tile.own_nbytes
-    return x.nbytes * (ranks - 1) // (1 if x.each else ranks)
+        return exchanged(x.wide_nbytes, ranks, x.each)
+    return exchanged(x.nbytes, ranks, x.each, x.tile)
 
 
 def crossing_wide(step: StepTrace) -> frozenset[str]:
@@ -36,9 +36,9 @@ def crossing_wide(step: StepTrace) -> frozenset[str]:
 
 def way_between_ranks(machine: Machine) -> Link | None:
     """The slowest link that a ring over all ranks of a machine passes; None: one rank is all."""
-    used = {"rank_to_rank": machine.ranks_per_node > 1, "node_to_node": machine.nodes > 1}
-    found = [machine.links[name] for name, passed in used.items() if passed]
-    return min(found, key=lambda link: link.bytes_per_s, default=None)
+    rates = {name: link.bytes_per_s for name, link in machine.links.items()}
+    name = slowest_way(rates, machine.ranks, machine.ranks_per_node)
+    return None if name is None else machine.links[name]
 
 
 class LinkPaths:
@@ -158,8 +158,8 @@ class LinkPaths:
             return SimTransfer(0)
         if x.is_agreement:
             return SimTransfer(0, seconds=way.latency_s)
-        nbytes = crossing_bytes(x, ranks, self._wide)
-        return SimTransfer(nbytes, (way,), 1, disk_nbytes=nbytes)
+        found = crossing(x, ranks, self._wide)
+        return SimTransfer(found.slowest, (way,), 1, disk_nbytes=found.arrives)
 
     def totals(self, transfers: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""
@@ -167,8 +167,8 @@ class LinkPaths:
         busy_s = dict.fromkeys(self._machine.links, 0.0)
         for transfer in transfers:
             for link in transfer.route:
-                on_disk = link.name.startswith(DISK)
-                nbytes[link.name] += transfer.disk_nbytes if on_disk else transfer.nbytes
+                own = link.name.startswith(DISK) or link.name in RANK_LINKS
+                nbytes[link.name] += transfer.disk_nbytes if own else transfer.nbytes
                 busy_s[link.name] += transfer.nbytes / link.bytes_per_s
             if transfer.unseen and not self._ways.asynchronous:
                 nbytes[transfer.unseen] = nbytes.get(transfer.unseen, 0) + transfer.nbytes

@@ -72,7 +72,12 @@ def machine_for(
         machine = probed(device.torch_device, config_disks)
         machine = replace(machine, tiers=_free(device, config_disks))
     tiers = {**machine.tiers, **config.budgets} if capacities is None else dict(capacities)
-    machine = replace(machine, tiers=tiers)
+    return paced(replace(machine, tiers=tiers), config, device)
+
+
+def paced(machine: Machine, config: Config, device: Device) -> Machine:
+    """`machine` with links as the throttles of `config` leave them; those that are slowed down
+    already stay as they are."""
     rates = {link: float(rate) for link, rate in config.throttle.items()}
     return throttled(machine, rates, _pacing_s(device.torch_device)) if rates else machine
 

@@ -188,6 +188,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     emulates = here and device.type == "cpu" and not paced
     stand_in = DryRunDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
     found = machine_for(config, stand_in, _capacities(config) if here else None)
+    if config.ranks_per_node is not None and found.ranks > 1:
+        found = replace(found, ranks_per_node=config.ranks_per_node)
     for tier in ("device", "host"):
         if tier not in found.tiers:
             raise ConfigInvalid(

@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcompile.errors import RanksDiffer, ZinfError
-from zcompile.ir.partition import Partition, SharedRange
+from zcompile.ir.partition import Crossing, Partition, SharedRange, exchanged, gathered
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.progress import BOARD
+from zcompile.runtime.ranks.link import RankLink
 from zcompile.runtime.ranks.meeting import meet
 from zcompile.runtime.ranks.watch import Store, Waiting, Watch
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -233,6 +234,8 @@ class Fabric:
         self._lock = threading.Lock()
         self._pending: set[Promise] = set()
         self._calls = 0
+        self.ranks_per_node = self.size
+        self.link = RankLink()
         self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in LANES}
         """Lane -> bytes that this rank has sent, and seconds that its collectives took."""
         # First through the store: what makes a group waits for a rank that never comes.
@@ -249,7 +252,7 @@ class Fabric:
                 self._lanes[name] = _Lane(name, group, tag, self._crashed)
                 undo.callback(self._lanes[name].stop)
             self._watch = Watch(
-                store, self.rank, self._hosts, timeout_s, self._waiting, BOARD.doing, self.fail
+                store, self.rank, self._hosts, timeout_s, self._waiting, self._doing, self.fail
             )
             undo.pop_all()
 
@@ -257,6 +260,18 @@ class Fabric:
     def ranks_on_this_host(self) -> int:
         """How many ranks share this machine."""
         return self._hosts.count(self._hosts[self.rank])
+
+    def over(self, link: RankLink, ranks_per_node: int) -> None:
+        """Take this for the link between ranks from here on, on all of them alike: who has a
+        throttle sends more messages than who has none.
+
+        ranks_per_node  one behind the other
+        """
+        self.link, self.ranks_per_node = link, ranks_per_node
+
+    def _doing(self) -> str:
+        """What long work this rank does, or holds back; "": none."""
+        return BOARD.doing() or self.link.holding()
 
     def _waiting(self) -> list[Waiting]:
         found = (lane.waiting for lane in self._lanes.values())
@@ -425,10 +440,15 @@ class Fabric:
         else:
             shares = [whole[slice(*tile.of_rank(r))] for r in range(self.size)]
         own, others = shares[self.rank], self._others()
+        crossing = gathered(whole.numel(), self.size, tile)
 
         def collect() -> None:
-            self._lanes["gather"].messages(
-                f"gather {name!r}", [(r, own) for r in others], [(r, shares[r]) for r in others]
+            self._carry(
+                "gather",
+                f"gather {name!r}",
+                [(r, own) for r in others],
+                [(r, shares[r]) for r in others],
+                crossing,
             )
 
         sent = own.numel() * len(others)
@@ -458,14 +478,19 @@ class Fabric:
             return flat[first:last]
 
         parts = torch.zeros(self.size, received(flat, partition, tile), dtype=flat.dtype)
+        crossing = exchanged(
+            flat.numel() * width, self.size, partition is None and tile is None, tile
+        )
 
         def exchange() -> None:
             own = cut(self.rank)
             parts[self.rank, : own.numel()] = own
-            self._lanes["exchange"].messages(
-                f"exchange the gradient of {name!r}",
+            self._carry(
+                "exchange",
+                what,
                 [(r, cut(r)) for r in others],
                 [(r, parts[r, : own.numel()]) for r in others],
+                crossing,
             )
 
         sent = sum(cut(r).numel() for r in others) * flat.element_size()
@@ -488,8 +513,12 @@ class Fabric:
             own = parts[self.rank]
             for flat, begin, size in zip(flats, begins, sizes, strict=True):
                 own[begin : begin + size] = flat.view(torch.uint8)
-            self._lanes["exchange"].messages(
-                what, [(r, own) for r in others], [(r, parts[r]) for r in others]
+            self._carry(
+                "exchange",
+                what,
+                [(r, own) for r in others],
+                [(r, parts[r]) for r in others],
+                exchanged(ends[-1], self.size, each=True),
             )
 
         what = f"exchange {len(flats)} small gradients"
@@ -586,10 +615,12 @@ class Fabric:
 
         def send() -> None:
             first = self.rank == 0
-            self._lanes["gather"].messages(
+            self._carry(
+                "gather",
                 f"spread {name!r}",
                 [(r, memory) for r in self._others()] if first else [],
                 [] if first else [(0, memory)],
+                Crossing(0 if first else memory.numel(), memory.numel()),
             )
 
         sent = memory.numel() * (self.size - 1) * (self.rank == 0)
@@ -604,11 +635,34 @@ class Fabric:
         raises           RankFailed
         """
 
-        def carry() -> None:
-            self._lanes["gather"].messages(what, list(sends.items()), list(receives.items()))
+        sent, came = (sum(t.numel() for t in some.values()) for some in (sends, receives))
 
-        sent = sum(tensor.numel() for tensor in sends.values())
+        def carry() -> None:
+            crossing = Crossing(came, max(sent, came))
+            self._carry("gather", what, list(sends.items()), list(receives.items()), crossing)
+
         _wait_for(self._submit("gather", what, carry, (), sent))
+
+    def _carry(
+        self,
+        lane: str,
+        what: str,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Tensor]],
+        crossing: Crossing,
+    ) -> None:
+        """Carry out one collective in its lane, at the pace of the link. raises  _PeerGone"""
+        since = time.perf_counter()
+        self._lanes[lane].messages(what, sends, receives)
+        if self.link.is_paced:
+            self.link.hold(what, crossing.slowest, since)
+            there = torch.zeros(1, dtype=torch.uint8)
+            self._lanes[lane].messages(
+                f"{what}, over paced links",
+                [(r, there) for r, tensor in sends if tensor.numel()],
+                [(r, torch.zeros_like(there)) for r, tensor in receives if tensor.numel()],
+            )
+        self.link.passed(crossing.arrives, since, time.perf_counter())
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -625,6 +679,7 @@ class Fabric:
                 return
             self._error = error
             pending = list(self._pending)
+        self.link.stop()
         for promise in pending:
             promise.finish(error)
 
@@ -644,6 +699,7 @@ class Fabric:
         if os.getpid() != self._pid:
             return
         self._watch.end()
+        self.link.stop()
         for lane in self._lanes.values():
             lane.stop()
 
@@ -696,8 +752,10 @@ class Fabric:
         return promise
 
     def bytes_per_s(self) -> float:
-        """The rate at which bytes of other ranks have come, by what collectives have taken so
-        far."""
+        """The rate at which bytes of other ranks have come, by what collectives have taken so far;
+        over a paced link the highest that there was without its throttle."""
+        if self.link.is_paced:
+            return self.link.best_bytes_per_s or NOMINAL_BYTES_PER_S
         rows = [self.moved[lane] for lane in ("gather", "exchange")]
         nbytes, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
         return nbytes / seconds if nbytes and seconds else NOMINAL_BYTES_PER_S

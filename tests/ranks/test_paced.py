@@ -1,0 +1,227 @@
+"""Throttles between ranks: collectives take the time that they are given, and nothing else changes.
+
+No test asks how long something took at most, but for what a plan says of it.
+"""
+
+import functools
+import time
+
+import pytest
+import torch
+from rank_models import adamw, state_of, train, trained_eagerly, words
+from rank_pool import RankRaised
+
+import zcompile
+from zcompile.config import Config
+from zcompile.errors import ZinfError
+from zcompile.frontend.offload import session_behind
+from zcompile.frontend.replan import plan_in_force
+from zcompile.frontend.session_plan import costs_of
+from zcompile.ir.partition import SharedRange, exchanged, gathered
+from zcompile.machine.model import slowest_way
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.link import RankLink
+
+STEPS = 4
+"""Two are seen, the third is planned."""
+ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "stage": 3}
+RATE = 20e6
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return functools.cache(lambda: trained_eagerly(steps=STEPS))
+
+
+def paced(mesh, throttle, more):
+    """Digests after training, what the last step was like, and what a plan takes links for."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    model = words()
+    zcompile.offload(model, mesh=mesh, throttle=throttle, **ROOMY, **more)
+    optimizer = adamw(model.parameters())
+    run = torch.compile(model, backend="zinf")
+    train(model, run, optimizer, rank, ranks, steps=range(STEPS - 1))
+    zcompile.stats(model, reset=True)
+    train(model, run, optimizer, rank, ranks, steps=range(STEPS - 1, STEPS))
+    stats, session = zcompile.stats(model), session_behind(model)
+    links = costs_of(session).machine.links
+    collectives = [c.schedule.collectives for c in plan_in_force(session).step.calls]
+    found = {
+        "bytes": stats["bytes"],
+        "seconds": stats["seconds"],
+        "predicted": stats["predicted"],
+        "rates": {name: link.bytes_per_s for name, link in links.items()},
+        "collectives": collectives,
+    }
+    state = state_of(model, optimizer)
+    zcompile.close(model)
+    return state, found
+
+
+@pytest.mark.parametrize(
+    ("link", "more"),
+    [
+        ("rank_to_rank", {}),
+        pytest.param("node_to_node", {"ranks_per_node": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_paced_link_changes_the_time_and_no_bit(pool, expected, link, more):
+    rows = pool.run(paced, 2, {link: RATE}, more)
+    for state, found in rows:
+        assert state == expected()
+        nbytes = found["bytes"][link]
+        assert nbytes == found["predicted"]["bytes"][link] > 0
+        assert found["rates"][link] == RATE, "plans know the throttle"
+        busy_s = found["predicted"]["busy"][link]
+        assert busy_s == pytest.approx(nbytes / RATE)
+        assert found["seconds"][link] >= busy_s
+        assert found["predicted"]["step_s"] >= found["predicted"]["least_s"] >= busy_s
+        assert found["collectives"] == rows[0][1]["collectives"]
+
+
+NBYTES, LATE_S = 400_000, 0.2
+SLOW = 4e6
+"""At which half of NBYTES, which comes from the other rank, takes a twentieth of a second."""
+
+
+def carried(mesh):
+    """When this rank came to a gather, rank 1 late, and when that was over, on the clock of all;
+    seconds of a gather and an exchange that share the link, each rank beginning with another; what
+    came, and what was counted."""
+    rank, link = mesh.get_local_rank(), RankLink("rank_to_rank", SLOW)
+    fabric = Fabric([0, 1], mesh.get_group(), 60.0)
+    fabric.over(link, 2)
+    try:
+        whole = torch.full((NBYTES,), 9, dtype=torch.uint8)
+        whole[rank * NBYTES // 2 :][: NBYTES // 2] = rank
+        fabric.agree("begin")
+        if rank:
+            time.sleep(LATE_S)
+        came = time.perf_counter()
+        fabric.gather(whole, "w", []).wait()
+        over = time.perf_counter()
+        flat = torch.full((NBYTES // 4,), float(rank))
+        again = whole.clone()
+        fabric.agree("go on")
+        begun = time.perf_counter()
+        starts = [
+            lambda: fabric.gather(again, "w", []),
+            lambda: fabric.exchange(flat, None, "g", []).ticket,
+        ]
+        for promise in [start() for start in (starts if rank else starts[::-1])]:
+            promise.wait()
+        both_s = time.perf_counter() - begun
+        return (
+            came,
+            over,
+            both_s,
+            whole.tolist() == again.tolist(),
+            whole.sum().item(),
+            link.totals(),
+        )
+    finally:
+        fabric.close()
+
+
+def test_a_collective_takes_what_its_bytes_take_on_the_link(pool):
+    """From when the last rank comes to it; and two that cross at once share the link."""
+    one_s = NBYTES / 2 / SLOW
+    rows = pool.run(carried, 2)
+    last = max(came for came, *_ in rows)
+    for _, over, both_s, same, total, (nbytes, seconds) in rows:
+        assert over >= last + one_s
+        assert both_s >= 3 * one_s, "the exchange brings all that the other has made"
+        assert same
+        assert total == NBYTES // 2
+        assert nbytes == 2 * NBYTES
+        assert seconds >= 4 * one_s
+
+
+def held(mesh):
+    """Fail while the link holds a gather back, for longer than any test; what was held, and what
+    still is."""
+    fabric = Fabric([0, 1], mesh.get_group(), 60.0)
+    fabric.over(RankLink("rank_to_rank", 1.0), 2)
+    promise = fabric.gather(torch.zeros(NBYTES, dtype=torch.uint8), "w", [])
+    while not (told := fabric.link.holding()):
+        time.sleep(0.01)
+    fabric.fail(ZinfError("enough"))
+    for _ in range(1000):
+        if not (still := fabric.link.holding()):
+            break
+        time.sleep(0.01)
+    fabric.close()
+    return told, still, str(promise.error)
+
+
+def test_what_is_held_back_is_let_go_when_ranks_fail(pool):
+    """And until then other ranks are told why: none takes this one for one that does not come."""
+    assert pool.run(held, 2) == [("paces gather 'w' by its throttle", "", "enough")] * 2
+
+
+def offloaded(mesh, throttles, more):
+    fields = {**ROOMY, **more, "throttle": throttles[mesh.get_local_rank()]}
+    zcompile.close(zcompile.offload(words(), mesh=mesh, **fields))
+
+
+def test_ranks_have_one_throttle(pool):
+    """Who paces its link tells the others when bytes are there, and they wait for that."""
+    with pytest.raises(RankRaised, match=r"RanksDiffer: the ranks differ in how they of"):
+        pool.run(offloaded, 2, [{"rank_to_rank": RATE}, {}], {})
+
+
+def test_nodes_have_as_many_ranks(pool):
+    says = r"ranks_per_node=2 does not divide the 3 ranks"
+    with pytest.raises(RankRaised, match=says):
+        pool.run(offloaded, 3, [{}] * 3, {"ranks_per_node": 2})
+
+
+def test_one_process_has_no_nodes():
+    with pytest.raises(zcompile.errors.ConfigInvalid, match=r"ranks_per_node=1 is of several ra"):
+        zcompile.offload(words(), ranks_per_node=1, mesh=False, **{**ROOMY, "stage": "auto"})
+
+
+@pytest.mark.parametrize("given", [0, True, 1.5, "2"])
+def test_a_number_of_ranks_is_one(given):
+    with pytest.raises(zcompile.errors.ConfigInvalid, match=r"must be an int of ranks, at least 1"):
+        Config(device="cpu", ranks_per_node=given)
+
+
+@pytest.mark.parametrize(
+    ("rates", "ranks", "per_node", "way"),
+    [
+        ({}, 1, 1, None),
+        ({"node_to_node": 1.0}, 4, 4, "rank_to_rank"),
+        ({"rank_to_rank": 1.0}, 4, 1, "node_to_node"),
+        ({}, 4, 2, "node_to_node"),
+        ({"rank_to_rank": 1.0}, 4, 2, "rank_to_rank"),
+        ({"rank_to_rank": 2.0, "node_to_node": 1.0}, 4, 2, "node_to_node"),
+        ({"rank_to_rank": 1.0, "node_to_node": 2.0}, 4, 2, "rank_to_rank"),
+    ],
+)
+def test_a_ring_is_as_fast_as_the_slowest_link_that_it_passes(rates, ranks, per_node, way):
+    assert slowest_way(rates, ranks, per_node) == way
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("begin", "nbytes"), [(0, 4096), (1024, 4096), (0, 12288)])
+def test_what_crosses_of_a_tile_is_what_each_lacks(ranks, begin, nbytes):
+    """As if the ranks passed bytes on in a ring: each step brings a rank the part of another."""
+    tiles = [SharedRange(begin, nbytes, 4096, rank, ranks) for rank in range(ranks)]
+    brought = [
+        sum(
+            last - first
+            for other in range(ranks)
+            if other != rank
+            for first, last in [tiles[rank].of_rank(other)]
+        )
+        for rank in range(ranks)
+    ]
+    held = [tile.own_nbytes for tile in tiles]
+    if sum(held) == nbytes:  # else it goes beyond the last share
+        found = [gathered(nbytes, ranks, tile) for tile in tiles]
+        assert [x.arrives for x in found] == brought
+        assert {x.slowest for x in found} == {max(brought)}
+    summed = [exchanged(nbytes, ranks, tile=tile) for tile in tiles]
+    assert [x.arrives for x in summed] == [n * (ranks - 1) for n in held]
+    assert {x.slowest for x in summed} == {max(held) * (ranks - 1)}

@@ -1,0 +1,82 @@
+"""The link of a rank to the others: what has come over it, in which time, and how fast it may come.
+
+Ranks of one machine stand in for those of a slower network: with a throttle, each collective holds
+the link of its rank for its bytes, one after the other, as a throttled link between tiers is held
+(`device/cpu.py`). What is counted as a collective's bytes says `ir/partition.py`.
+
+The bytes themselves are sent at once. Behind them each rank waits until its link would have carried
+what it takes, and only then tells those that it has sent to that they have it. So a collective ends
+nowhere before the bytes could have come, had they set out when the last of those that send them
+came to it; and as ranks only wait for a time that they know, and for each other in the order of a
+lane, a throttle cannot make two wait in a circle.
+"""
+
+import threading
+import time
+
+from zcompile.runtime.device.cpu import Throttle
+
+LONG_BYTES = 64 * 1024
+"""Of a collective whose rate counts: a shorter one says more of latencies."""
+
+
+class RankLink:
+    """What comes to one rank from the others; thread-safe.
+
+    name         "rank_to_rank", or "node_to_node": the slowest that a ring over all ranks passes
+    bytes_per_s  of its throttle; None: it has none
+    """
+
+    def __init__(self, name: str = "rank_to_rank", bytes_per_s: float | None = None) -> None:
+        self.name, self.bytes_per_s = name, bytes_per_s
+        self._throttle = Throttle(bytes_per_s)
+        self._lock = threading.Lock()
+        self._nbytes, self._seconds, self._until = 0, 0.0, 0.0
+        self._holding: set[str] = set()
+        self.best_bytes_per_s = 0.0
+        """The highest rate at which a long collective was carried, without its throttle."""
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether it has a throttle; the same on all ranks."""
+        return self.bytes_per_s is not None
+
+    def hold(self, what: str, nbytes: int, since: float) -> None:
+        """Return once `nbytes` that set out at `since` (perf_counter) may have passed.
+
+        what  for people
+        """
+        took = time.perf_counter() - since
+        if nbytes >= LONG_BYTES and took > 0:
+            self.best_bytes_per_s = max(self.best_bytes_per_s, nbytes / took)
+        self._holding.add(what)
+        try:
+            self._throttle.delay(nbytes, since)
+        finally:
+            self._holding.discard(what)
+
+    def holding(self) -> str:
+        """What waits for the throttle, for people; "": nothing."""
+        held = next(iter(tuple(self._holding)), "")
+        return held and f"paces {held} by its throttle"
+
+    def passed(self, nbytes: int, since: float, until: float) -> None:
+        """`nbytes` have come in a collective that began and ended then (perf_counter); time in
+        which two are on their way counts once."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._seconds += max(0.0, until - max(since, self._until))
+            self._until = max(self._until, until)
+
+    def totals(self, reset: bool = False) -> tuple[int, float]:
+        """Bytes that have come, and seconds in which some were on their way; since the last
+        `reset`."""
+        with self._lock:
+            found = self._nbytes, self._seconds
+            if reset:
+                self._nbytes, self._seconds = 0, 0.0
+        return found
+
+    def stop(self) -> None:
+        """Hold nothing back any more: the ranks have failed, or the session ends."""
+        self._throttle.stop()

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -136,7 +137,8 @@ class Death:
         if self._at is None or [len(self.called) - 1, call.name, number] != list(self._at[:3]):
             return go()
         if self._at[3]:
-            go()
+            with suppress(OSError):  # as of a file that is looked for and is not there
+                go()
         self._last(call.name)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("still alive")

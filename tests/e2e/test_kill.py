@@ -73,7 +73,7 @@ def check_killed(ask: Ask, disk: Path, at: At, expected: list[str], turn: int) -
     """
     before, after = BUDGETS[turn % 4]
     ended, code, call = ask("kill", disk=str(disk), steps=STEPS, at=at, host_memory=before)
-    assert code == -signal.SIGKILL
+    assert code == -signal.SIGKILL, f"call {at[2]} of {at[1]} came in step {at[0]}"
     assert ended == at[0], "it came in the middle of that step"
     assert call == at[1]
     check_resume(ask, disk, ended, expected, after)

@@ -128,7 +128,7 @@ def trained_block(width, budget):
         block, device_memory=Bytes(budget), host_memory="1GiB", residency=False, max_lead=1
     )
     x = torch.randn(1, 8, width, generator=seeded(1))
-    # By 1e-2 the wide one would go to a loss of 16,000, and make much of the last bits of its tiles.
+    # By 1e-2 the wide one would go to a loss of 16,000, and make much of last bits.
     losses = [train(pair.model, pair.call, x, lr=1e-4)]
     peak = pair.session.meter.peak()["together"]
     losses.append(train(pair.plain, pair.plain, x, lr=1e-4))

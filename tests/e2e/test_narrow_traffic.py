@@ -432,8 +432,8 @@ def test_a_plan_is_made_anew_over_copies():
 
 @pytest.mark.slow
 def test_gradients_move_with_a_clip_factor_that_is_still_to_be_applied(monkeypatch):
-    """An evaluation of many rows before `zero_grad` needs the room of gradients that stayed: they do
-    where the device computes the updates."""
+    """An evaluation of many rows before `zero_grad` needs the room of gradients that stayed,
+    as they do where the device updates."""
     moved = []
     plain_move = relocate._move
 

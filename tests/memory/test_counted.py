@@ -7,6 +7,7 @@ from planned_runs import STEPS, begun, ids, train
 from sampled import sampled
 
 import zcompile
+from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import ALIGNMENT
 from zcompile.ir.units import Bytes, KiB
@@ -44,7 +45,9 @@ def test_what_is_made_again_or_offloaded_is_not_held():
 @pytest.mark.parametrize("window", sampled([6144, 6400], 6144))
 def test_what_finds_no_berth_is_not_predicted_to_rest_on_the_device(window, monkeypatch):
     """The arena of this run ends between two multiples of what berths are aligned to; which window
-    is chosen depends on what was measured, so this plans for one after the other."""
+    is chosen depends on what was measured, so this plans for one after the other, and reviews
+    none of them."""
+    monkeypatch.setattr(replan, "REVIEW", 1000)
     model, compiled, optimizer = begun(
         2, 2, layers=2, device_memory=Bytes(70 * KiB), activations="recompute"
     )

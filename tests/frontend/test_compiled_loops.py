@@ -150,6 +150,29 @@ def test_a_step_that_fails_in_a_compiled_function_leaves_the_next_as_they_are(tm
     assert counting.graphs == 1
 
 
+def test_after_a_step_that_failed_no_step_of_plain_parameters_makes_torch_compile(tmp_path):
+    """The optimizer has other parameters by then."""
+    _, (tiered, optimizer) = pair(tmp_path, "SGD")
+    failing = optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    torch._dynamo.reset()
+    counting = Counting()
+    compiled = torch.compile(optimizer.step, backend=counting)
+    tiered(inputs(0)).sum().backward()
+    with pytest.raises(ZeroDivisionError):
+        compiled()
+    failing.remove()
+    plain = nn.Linear(8, 8)
+    optimizer.param_groups[0]["params"] = list(plain.parameters())
+    plain(inputs(0)).sum().backward()
+    optimizer.step()
+
+    def innocent(x):
+        return x + 1
+
+    assert innocent(torch.zeros(())) == 1
+    assert counting.graphs == 0
+
+
 def test_a_closure_of_a_compiled_step(tmp_path):
     plain = Deep()
     tiered = on_disk(copy.deepcopy(plain), tmp_path)

@@ -192,6 +192,40 @@ def stop_tracing() -> None:
 
 
 @contract
+def untraced() -> None:
+    """Nothing that it calls is traced, and what comes after it is; also when it fails."""
+    traced = []
+
+    def backend(gm, inputs):
+        traced.extend(n.target.__name__ for n in gm.graph.nodes if n.op == "call_function")
+        return gm
+
+    def within(x):
+        return x * 2
+
+    @private.untraced
+    def doubled(x, fails=False):
+        """A docstring."""
+        if fails:
+            raise ValueError("no")
+        return within(x)
+
+    @torch.compile(backend=backend)
+    def compiled(x, fails):
+        x = doubled(x, fails)
+        return x + 1
+
+    assert doubled.__doc__ == "A docstring."
+    assert compiled(torch.ones(()), False) == 3
+    assert traced == ["add"]
+    with pytest.raises(ValueError, match="no"):
+        compiled(torch.ones(()), True)
+    assert (lambda x: x - 4)(torch.ones(())) == -3
+    assert traced == ["add"]
+    torch._dynamo.reset()
+
+
+@contract
 def resume_tracing() -> None:
     """As `stop_tracing`; what stopped outside of a compiled function changes nothing."""
     private.resume_tracing(private.stop_tracing())

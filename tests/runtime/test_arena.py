@@ -56,6 +56,19 @@ def test_a_view_that_inference_met_first_is_written_by_training(device):
     assert arena.slot(1024, 32).view(torch.float32).tolist() == [1] * 8
 
 
+def test_memory_of_another_size_has_other_views(device):
+    """Also where a schedule had been lent them: they would lie in memory that is gone."""
+    arena, floats = arena_of(device, 64 * KiB), Layout((8,), (1,), 0, torch.float32)
+    view = arena.view(1024, floats)
+    arena.views_of(7, 1)[0] = ("a borrow", "an extent", view)
+    arena.set_outside_bytes(0)
+    assert arena.views_of(7, 1) == [("a borrow", "an extent", view)], "nothing has changed"
+    arena.set_outside_bytes(16 * KiB)
+    assert arena.views_of(7, 1) == [None]
+    assert not arena.holds(view)
+    assert arena.holds(arena.view(1024, floats))
+
+
 def test_a_slot_beyond_the_budget_is_refused(device):
     with pytest.raises(BudgetExceeded, match="raise device_memory"):
         arena_of(device, 4 * KiB).slot(4 * KiB, 1)

@@ -4,6 +4,7 @@ Views of what rests in the arena, the record of a step, whether all of it is ali
 are told of a parameter are kept as long as what they depend on is as it was.
 """
 
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, EntryIndex, Reduce, Register, Schedule
-from zcompile.ir.types import EntryKind, EntryRef, Layout
+from zcompile.ir.types import HELD, EntryKind, EntryRef, Layout
 from zcompile.ir.units import MiB
 from zcompile.runtime.live_memory import InFlightGradients, LiveMemory
 from zcompile.runtime.meter import Gauge
@@ -324,6 +325,30 @@ def test_a_step_of_a_plan_in_force_keeps_all_of_it(planned, monkeypatch):
         same_after_each(planned, (usual,))
         seen.append(session.controller._last)
     assert all(step is seen[0] for step in seen)
+
+
+def test_gradients_of_which_one_cannot_be_wrapped_leave_nothing(monkeypatch):
+    """Their entries are made before: those that no tensor owns yet die as well."""
+    model, compiled, optimizer = begun(4, layers=1, device_memory="16MiB")
+    session = session_behind(model)
+    on_device = session.gradients.on_device
+    wrap, made = on_device._wrap, []
+
+    def fails(entry, layout):
+        made.extend([entry.key] if entry.home == HELD else [])
+        if len(made) == 2:
+            raise MemoryError
+        return wrap(entry, layout)
+
+    before = {entry.key for entry in session.entries()}
+    monkeypatch.setattr(on_device, "_wrap", fails)
+    with pytest.raises(MemoryError):
+        loss_of(compiled, ids(3)).backward()
+    monkeypatch.undo()
+    optimizer.zero_grad()
+    gc.collect()
+    session.enter("")  # frees what has died
+    assert {entry.key for entry in session.entries()} == before
 
 
 def test_a_step_whose_states_have_died_is_no_step_to_plan_for(planned):

@@ -76,8 +76,8 @@ from zcompile.checkpoint.together import Meetings, Together, reading
 from zcompile.checkpoint.torch_file import Held, TorchFile
 from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
+from zcompile.ir.torch_compat import untraced
 from zcompile.ir.units import show_size
-from zcompile.ir.untraced import untraced
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls

@@ -50,11 +50,11 @@ from zcompile.ir.torch_compat import (
     holders_of_memory,
     set_by,
     tell_of_compiling,
+    untraced,
     without_weak_references,
 )
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import show_size
-from zcompile.ir.untraced import untraced
 from zcompile.runtime.durable.settle import agreed_training, settle
 from zcompile.runtime.eager.data_assignment import shown_already
 from zcompile.runtime.eager.fillings import write

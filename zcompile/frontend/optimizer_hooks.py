@@ -61,6 +61,7 @@ def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     planned as they come, and code compiled op by op would compute other bits.
     """
     stopped = stop_tracing()
+    _STOPPED.pop(optimizer, None)  # of a step that failed, in a compiled function that has ended
     try:
         tiered = _tiered_params(optimizer)
         replaced = _begin(optimizer, tiered, args, kwargs)

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.torch_compat import untraced
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import show_seconds, show_size
-from zcompile.ir.untraced import untraced
 from zcompile.runtime.session import Session
 
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial, wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from sympy import Integer  # type: ignore[import-untyped]  # it brings no annotations
@@ -56,7 +56,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
 from zcompile.ir.types import CheckpointPolicy
-from zcompile.ir.untraced import untraced
 
 Dispatched = torch._ops.OpOverload
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
@@ -80,6 +79,44 @@ _sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that acts at dispatch only."""
+
+
+def stop_tracing() -> Any:
+    """From here on, let `torch.compile` leave alone whatever this thread calls within the compiled
+    function that it is in, if it is in one.
+
+    Called in a function under `torch.compiler.disable(recursive=False)`; ends with that compiled
+    function, or with `resume_tracing`. A compiled function that is called meanwhile is traced.
+    returns  what `resume_tracing` takes
+    """
+    return _set_eval_frame(None)
+
+
+def resume_tracing(stopped: Any) -> None:
+    """Undo `stop_tracing`, which returned `stopped`, in the same compiled function."""
+    _set_eval_frame(stopped)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(function: F) -> F:
+    """A function that runs as it stands, with all that it calls, also within compiled code.
+
+    For what is no part of a model: a training loop that is compiled as a whole is traced wherever
+    its calls lead, into the runtime as well. `torch.compiler.disable(function)` would take ten
+    times as long a call, of which there is one for each gradient.
+    """
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        stopped = _set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_eval_frame(stopped)
+
+    return cast("F", torch.compiler.disable(called, recursive=False))
 
 
 def is_profiling() -> bool:
@@ -443,9 +480,15 @@ def set_by(cls: type[Tensor], put: Callable[[Any, Tensor], None]) -> None:
     torchs._maybe_set = maybe_set
 
 
+@untraced
+def _called(callback: Callable[[], None]) -> None:
+    """What is called when a pass has ended, which it may have within compiled code."""
+    callback()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
+    torch.autograd.Variable._execution_engine.queue_callback(partial(_called, callback))
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -960,22 +1003,6 @@ def tell_of_compiling(begins: Callable[[object], None], ends: Callable[[object],
     if begins not in handler.start_callbacks:
         handler.register_start_callback(begins)
         handler.register_end_callback(ends)
-
-
-def stop_tracing() -> Any:
-    """From here on, let `torch.compile` leave alone whatever this thread calls within the compiled
-    function that it is in, if it is in one.
-
-    Called in a function under `torch.compiler.disable(recursive=False)`; ends with that compiled
-    function, or with `resume_tracing`. A compiled function that is called meanwhile is traced.
-    returns  what `resume_tracing` takes
-    """
-    return _set_eval_frame(None)
-
-
-def resume_tracing(stopped: Any) -> None:
-    """Undo `stop_tracing`, which returned `stopped`, in the same compiled function."""
-    _set_eval_frame(stopped)
 
 
 def store_of_ranks(name: str) -> Any:

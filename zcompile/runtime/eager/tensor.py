@@ -37,10 +37,10 @@ from zcompile.ir.torch_compat import (
     support_foreach,
     target_of,
     trees,
+    untraced,
     wrapper,
 )
 from zcompile.ir.types import Layout
-from zcompile.ir.untraced import untraced
 from zcompile.runtime.eager import dispatch, distributed_checkpoint
 from zcompile.runtime.eager.data_assignment import assign_data
 from zcompile.runtime.eager.identity import FLATTENS, is_asked_by

@@ -204,14 +204,19 @@ class DeviceGradients:
             for place in places:
                 held.release(place.extent)
             raise
-        # All wrapped before anybody is told of one: from here on an entry dies with its tensor.
-        grads = []
-        for (param, _, layout, _), made in zip(stayed, entries, strict=True):
-            dtype = param.dtype
-            if layout.dtype is not dtype:
-                made.rest_narrow(Cast(dtype, layout.dtype))
-                layout = replace(layout, dtype=dtype)
-            grads.append(self._wrap(made, layout))
+        # All wrapped before anybody is told of one: an entry dies with its tensor.
+        grads: list[Tensor] = []
+        try:
+            for (param, _, layout, _), made in zip(stayed, entries, strict=True):
+                dtype = param.dtype
+                if layout.dtype is not dtype:
+                    made.rest_narrow(Cast(dtype, layout.dtype))
+                    layout = replace(layout, dtype=dtype)
+                grads.append(self._wrap(made, layout))
+        except BaseException:
+            for made in entries[len(grads) :]:
+                self._store.handle(made)  # which nobody keeps, and with which it dies
+            raise
         for (param, leaf, layout, value), made, grad in zip(stayed, entries, grads, strict=True):
             made.written()
             dtype = param.dtype

@@ -20,8 +20,8 @@ from staying_runs import (
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.types import HELD, EntryKind
-from zcompile.runtime.store.store import Store
+from zcompile.ir.types import HELD
+from zcompile.runtime.tiers.device import HeldTier
 
 
 def loop_of(model, forward, optimizer, begin=4):
@@ -240,16 +240,15 @@ def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home():
 
 def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(monkeypatch):
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
-    create, left = Store.create, [3]
+    take, left = HeldTier.take, [3]
 
-    def failing(self, name, kind, nbytes, **how):
-        if kind is EntryKind.GRAD:
-            left[0] -= 1
-            if not left[0]:
-                raise RuntimeError("the third gradient")
-        return create(self, name, kind, nbytes, **how)
+    def failing(self, *how):
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("the third gradient")
+        return take(self, *how)
 
-    monkeypatch.setattr(Store, "create", failing)
+    monkeypatch.setattr(HeldTier, "take", failing)
     with pytest.raises(RuntimeError, match="the third gradient"):
         loss_of(compiled, many(40)).backward()
     monkeypatch.undo()

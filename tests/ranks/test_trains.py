@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from rank_models import optimizer_named, state_of, train, trained_eagerly, words
+from rank_models import batch, optimizer_named, state_of, train, trained_eagerly, words
 from sampled import sampled_rows
 
 import zcompile
+from zcompile.frontend.offload import session_behind
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
@@ -103,3 +104,23 @@ def test_clipping_does_not_make_the_numbers_depend_on_the_ranks(pool):
 @pytest.mark.slow  # tests/ranks/test_stages.py clips
 def test_clipping_whose_bound_is_not_reached_changes_no_bit(pool):
     assert pool.run(trained, 2, "adamw", 1e6) == [trained_eagerly("adamw", 1e6)] * 2
+
+
+def closed_behind_a_backward(mesh):
+    """Whether each collective that was on its way when a model was closed has ended well."""
+    model = words()
+    throttle = {"rank_to_rank": "400KB/s"}
+    zcompile.offload(model, mesh=mesh, device="cpu", device_memory="4MiB", throttle=throttle)
+    run = torch.compile(model, backend="zinf")
+    run(*batch(0, mesh.get_local_rank())).backward()
+    pending = list(session_behind(model).fabric._pending)
+    zcompile.close(model)
+    return [promise.done() and promise.error is None for promise in pending]
+
+
+def test_a_model_that_is_closed_leaves_no_collective_out(pool):
+    """One that one rank leaves out and another does not ends in the middle of a message: a process
+    died of it that made another group, or ended."""
+    for ended in pool.run(closed_behind_a_backward, 2):
+        assert ended
+        assert all(ended)

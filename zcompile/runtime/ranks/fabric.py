@@ -693,9 +693,21 @@ class Fabric:
         if self._error is not None:
             raise self._error
 
+    def finish(self) -> None:
+        """Wait until all collectives are done that were handed over; after a failure, for none.
+
+        All ranks carry out the same ones, so each that left some out would leave another in the
+        middle of a message.
+        """
+        with self._lock:
+            pending = list(self._pending)
+        for promise in pending:
+            promise.wait_finished()
+
     @uninterrupted
     def close(self) -> None:
-        """This rank uses the model no more; idempotent."""
+        """This rank uses the model no more; idempotent. What was handed over is dropped: `finish`
+        it before, where the ranks are well."""
         if os.getpid() != self._pid:
             return
         self._watch.end()

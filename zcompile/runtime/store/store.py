@@ -852,9 +852,11 @@ class Store:
     def close(self) -> None:
         """Stop transfers, remove the files and free memory of the device; leave the other ranks.
 
-        Idempotent.
+        Collectives that are on their way end before. Idempotent.
         """
         with deferred_interrupts():
+            if self.fabric is not None and self._close.alive and os.getpid() == self._pid:
+                self.fabric.finish()
             self._close()
             self.arena.close()
 

@@ -17,9 +17,9 @@ from zcompile.errors import ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of
-from zcompile.ir.partition import SharedRange, exchanged, gathered
+from zcompile.ir.partition import Partition, SharedRange, exchanged, gathered
 from zcompile.machine.model import slowest_way
-from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.fabric import Fabric, _Lane
 from zcompile.runtime.ranks.link import RankLink
 
 STEPS = 4
@@ -77,6 +77,50 @@ def test_a_paced_link_changes_the_time_and_no_bit(pool, expected, link, more):
         assert found["seconds"][link] >= busy_s
         assert found["predicted"]["step_s"] >= found["predicted"]["least_s"] >= busy_s
         assert found["collectives"] == rows[0][1]["collectives"]
+
+
+UNEVEN = (203, 100)
+"""A weight that three ranks hold shares of, the last of which is filled up with padding."""
+
+
+def counted(mesh):
+    """Bytes that have come in messages of a planned step, bytes of the link, and those that were
+    predicted."""
+    rank, came = mesh.get_local_rank(), [0]
+
+    def counts(lane, what, sends, receives):
+        paced = "over paced links" in what
+        if lane is not session.fabric._lanes["agree"] and not paced:
+            came[0] += sum(tensor.nbytes for _, tensor in receives)
+        carry(lane, what, sends, receives)
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*UNEVEN[::-1], bias=False)
+    zcompile.offload(model, mesh=mesh, throttle={"rank_to_rank": RATE}, **ROOMY)
+    session, carry = session_behind(model), _Lane.messages
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend="zinf")
+    _Lane.messages = counts
+    try:
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                zcompile.stats(model, reset=True)
+                came[0] = 0
+            run(torch.full((2, UNEVEN[1]), float(rank))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = zcompile.stats(model)
+    finally:
+        _Lane.messages = carry
+        zcompile.close(model)
+    return came[0], stats["bytes"]["rank_to_rank"], stats["predicted"]["bytes"]["rank_to_rank"]
+
+
+def test_what_comes_is_counted_where_shares_are_padded(pool):
+    rows = pool.run(counted, 3)
+    for came, nbytes, predicted in rows:
+        assert came == nbytes == predicted > 0
+    assert len({came for came, *_ in rows}) > 1, "there is padding"
 
 
 NBYTES, LATE_S = 400_000, 0.2
@@ -225,3 +269,16 @@ def test_what_crosses_of_a_tile_is_what_each_lacks(ranks, begin, nbytes):
     summed = [exchanged(nbytes, ranks, tile=tile) for tile in tiles]
     assert [x.arrives for x in summed] == [n * (ranks - 1) for n in held]
     assert {x.slowest for x in summed} == {max(held) * (ranks - 1)}
+
+
+@pytest.mark.parametrize("numel", [1, 5000, 20300, 6144])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_of_a_gradient_no_padding_crosses(numel, ranks):
+    for itemsize in (2, 4):
+        parts = [Partition(numel, rank, ranks) for rank in range(ranks)]
+        whole = [part.range_of(itemsize) for part in parts]
+        brought = [part.own_count * itemsize * (ranks - 1) for part in parts]
+        found = [exchanged(numel * itemsize, ranks, x) for x in whole]
+        assert [x.arrives for x in found] == brought
+        assert {x.slowest for x in found} == {max(brought)}
+        assert [x.in_nbytes(numel * 8) for x in whole] == [part.range_of(8) for part in parts]

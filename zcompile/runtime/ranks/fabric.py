@@ -469,18 +469,14 @@ class Fabric:
         tile       of the gradient, which is all of `flat`: every rank gets what is of its share
         """
         others, width = self._others(), flat.element_size()
+        shares = partition.range_of(width) if tile is None and partition is not None else tile
 
         def cut(rank: int) -> Tensor:
-            if tile is not None:
-                begin, end = tile.of_rank(rank)
-                return flat[begin // width : end // width]
-            first, last = (0, flat.numel()) if partition is None else partition.of_rank(rank)
-            return flat[first:last]
+            begin, end = (0, flat.nbytes) if shares is None else shares.of_rank(rank)
+            return flat[begin // width : end // width]
 
         parts = torch.zeros(self.size, received(flat, partition, tile), dtype=flat.dtype)
-        crossing = exchanged(
-            flat.numel() * width, self.size, partition is None and tile is None, tile
-        )
+        crossing = exchanged(flat.nbytes, self.size, shares)
 
         def exchange() -> None:
             own = cut(self.rank)
@@ -518,7 +514,7 @@ class Fabric:
                 what,
                 [(r, own) for r in others],
                 [(r, parts[r]) for r in others],
-                exchanged(ends[-1], self.size, each=True),
+                exchanged(ends[-1], self.size),
             )
 
         what = f"exchange {len(flats)} small gradients"

@@ -14,6 +14,7 @@ from rank_pool import RankRaised
 import zcompile
 from zcompile.config import Config
 from zcompile.errors import ZinfError
+from zcompile.frontend import ranks
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of
@@ -214,6 +215,14 @@ def test_ranks_have_one_throttle(pool):
         pool.run(offloaded, 2, [{"rank_to_rank": RATE}, {}], {})
 
 
+@pytest.mark.parametrize("link", ["rank_to_rank", "node_to_node"])
+def test_ranks_that_differ_in_a_throttle_are_told_its_link(pool, link):
+    """Beside a machine that takes more words than are told."""
+    more = {"machine": "dgx2-v100-4nodes"}
+    with pytest.raises(RankRaised, match=rf"RanksDiffer: .*\s+rank 0: .* throttle\['{link}'\]"):
+        pool.run(offloaded, 2, [{link: RATE}, {}], more)
+
+
 def test_nodes_have_as_many_ranks(pool):
     says = r"ranks_per_node=2 does not divide the 3 ranks"
     with pytest.raises(RankRaised, match=says):
@@ -223,6 +232,44 @@ def test_nodes_have_as_many_ranks(pool):
 def test_one_process_has_no_nodes():
     with pytest.raises(zcompile.errors.ConfigInvalid, match=r"ranks_per_node=1 is of several ra"):
         zcompile.offload(words(), ranks_per_node=1, mesh=False, **{**ROOMY, "stage": "auto"})
+
+
+@pytest.mark.parametrize("link", ["rank_to_rank", "node_to_node"])
+def test_one_process_has_no_links_to_others(link):
+    says = rf"throttle\['{link}'\]=4000000.0 is of several ranks"
+    with pytest.raises(zcompile.errors.ConfigInvalid, match=says):
+        zcompile.offload(words(), throttle={link: SLOW}, mesh=False, **{**ROOMY, "stage": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("link", "per_node", "says"),
+    [
+        ("rank_to_rank", 1, "each of the 4 nodes has one rank"),
+        ("node_to_node", 4, "all 4 ranks are on one node"),
+        ("rank_to_rank", 2, ""),
+        ("rank_to_rank", 4, ""),
+        ("node_to_node", 1, ""),
+    ],
+)
+def test_a_throttle_that_paces_nothing_is_told(caplog, link, per_node, says):
+    found = ranks._link_of(Config(device="cpu", throttle={link: SLOW}), 4, per_node)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(says)
+    assert found.bytes_per_s == (None if says else SLOW)
+    for message in told:
+        assert f"'{link}', which paces nothing" in message
+        assert says in message
+
+
+def test_time_in_which_two_collectives_cross_counts_once():
+    link = RankLink()
+    for since, until in ((0.0, 10.0), (20.0, 21.0)):
+        link.begins(since)
+        link.begins(since + 0.25)
+        link.ends(3, since + 0.5)
+        link.ends(4, until)
+    assert link.totals(reset=True) == (14, 11.0)
+    assert link.totals() == (0, 0.0)
 
 
 @pytest.mark.parametrize("given", [0, True, 1.5, "2"])

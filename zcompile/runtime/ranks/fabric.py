@@ -648,17 +648,21 @@ class Fabric:
         crossing: Crossing,
     ) -> None:
         """Carry out one collective in its lane, at the pace of the link. raises  _PeerGone"""
-        since = time.perf_counter()
-        self._lanes[lane].messages(what, sends, receives)
-        if self.link.is_paced:
-            self.link.hold(what, crossing.slowest, since)
-            there = torch.zeros(1, dtype=torch.uint8)
-            self._lanes[lane].messages(
-                f"{what}, over paced links",
-                [(r, there) for r, tensor in sends if tensor.numel()],
-                [(r, torch.zeros_like(there)) for r, tensor in receives if tensor.numel()],
-            )
-        self.link.passed(crossing.arrives, since, time.perf_counter())
+        since, came = time.perf_counter(), 0
+        self.link.begins(since)
+        try:
+            self._lanes[lane].messages(what, sends, receives)
+            if self.link.is_paced:
+                self.link.hold(what, crossing.slowest, since)
+                there = torch.zeros(1, dtype=torch.uint8)
+                self._lanes[lane].messages(
+                    f"{what}, over paced links",
+                    [(r, there) for r, tensor in sends if tensor.numel()],
+                    [(r, torch.zeros_like(there)) for r, tensor in receives if tensor.numel()],
+                )
+            came = crossing.arrives
+        finally:
+            self.link.ends(came, time.perf_counter())
 
     @property
     def hosts(self) -> tuple[str, ...]:

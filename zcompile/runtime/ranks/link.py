@@ -31,7 +31,9 @@ class RankLink:
         self.name, self.bytes_per_s = name, bytes_per_s
         self._throttle = Throttle(bytes_per_s)
         self._lock = threading.Lock()
-        self._nbytes, self._seconds, self._until = 0, 0.0, 0.0
+        self._nbytes, self._seconds = 0, 0.0
+        self._on_their_way, self._since = 0, 0.0
+        """Collectives that are, and since when some have been, or since the last reset."""
         self._holding: set[str] = set()
         self.best_bytes_per_s = 0.0
         """The highest rate at which a long collective was carried, without its throttle."""
@@ -60,18 +62,30 @@ class RankLink:
         held = next(iter(tuple(self._holding)), "")
         return held and f"paces {held} by its throttle"
 
-    def passed(self, nbytes: int, since: float, until: float) -> None:
-        """`nbytes` have come in a collective that began and ended then (perf_counter); time in
-        which two are on their way counts once."""
+    def begins(self, at: float) -> None:
+        """A collective begins now, `at` on the clock of perf_counter. Its bytes are on their way
+        until it `ends`; time in which two are counts once."""
+        with self._lock:
+            if not self._on_their_way:
+                self._since = at
+            self._on_their_way += 1
+
+    def ends(self, nbytes: int, at: float) -> None:
+        """A collective ends now, in which `nbytes` have come; 0: it has failed."""
         with self._lock:
             self._nbytes += nbytes
-            self._seconds += max(0.0, until - max(since, self._until))
-            self._until = max(self._until, until)
+            self._on_their_way -= 1
+            if not self._on_their_way:
+                self._seconds += at - self._since
 
     def totals(self, reset: bool = False) -> tuple[int, float]:
         """Bytes that have come, and seconds in which some were on their way; since the last
         `reset`."""
         with self._lock:
+            if self._on_their_way:
+                now = time.perf_counter()
+                self._seconds += max(0.0, now - self._since)
+                self._since = max(self._since, now)
             found = self._nbytes, self._seconds
             if reset:
                 self._nbytes, self._seconds = 0, 0.0

@@ -39,6 +39,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 import zcompile
 from examples.train_gpt import GPT, Shape
+from zcompile.frontend.replan import PREDICTED_FOR
 from zcompile.ir.units import parse_rate
 
 SAVED, WIDTH = 8, 4096
@@ -52,8 +53,9 @@ DEEP = Shape(layers=8, width=256, heads=4, context=32, vocabulary=512)
 WIDE = Shape(layers=12, width=512, heads=8, context=128, vocabulary=512)
 BESIDE_DISK = "1536KiB"
 """Host memory of a run whose weights are to rest on disk: for staging, and little else."""
-SEEN, COUNTED = 4, 3
-"""Steps before a plan has settled, and those of it that count."""
+SEEN, COUNTED = 4, PREDICTED_FOR + 1
+"""Steps before a plan has settled, and those of it that count: more than a prediction is kept for,
+so that the one that is told knows them, and not those in which schedules were still being made."""
 
 
 def measured(
@@ -149,10 +151,10 @@ def planned(
         run = torch.compile(model, backend="zinf")
         ids = torch.randint(512, (1, 33), generator=torch.Generator().manual_seed(rank))
         seconds = []
-        for step in range(SEEN + COUNTED):
+        dist.barrier()
+        for step in range(SEEN + COUNTED):  # without a barrier: that is no part of a step
             if step == SEEN:
                 zcompile.stats(model, reset=True)
-            dist.barrier()
             begin = time.perf_counter()
             run(ids[:, :-1], ids[:, 1:]).backward()
             optimizer.step()

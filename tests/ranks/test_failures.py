@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ import zcompile
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.progress import working
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.link import RankLink
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
@@ -31,7 +34,7 @@ if nobody told them, ranks would wait for a minute."""
 
 @pytest.fixture(scope="module")
 def pool():
-    made = RankPool(4)
+    made = RankPool(5)
     yield made
     made.close()
 
@@ -281,6 +284,33 @@ def leaving(rank, model, run, optimizer):
 
 def ended(mesh):
     return told(mesh, leaving)
+
+
+def held(mesh):
+    """What a gather ends with that a slow link holds for an hour, on all ranks, when the last of
+    them is killed meanwhile."""
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    fabric = Fabric(list(range(ranks)), mesh.get_group(), 60.0)
+    fabric.over(RankLink("rank_to_rank", 1.0), ranks)
+    promise = fabric.gather(torch.zeros(3600 * ranks, dtype=torch.uint8), "w", [])
+    while not fabric.link.holding():
+        time.sleep(0.01)
+    with suppress(RankFailed):  # of one that is killed before all know that it has agreed
+        fabric.agree("be killed")
+    if rank == ranks - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    promise.wait_finished()
+    fabric.close()
+    return str(promise.error)
+
+
+def test_a_rank_that_is_killed_ends_what_a_link_holds_back(pool):
+    pool.send(held, 5)
+    for rank in range(4):
+        ok, text = pool.receive(rank)
+        assert ok
+        assert "rank 4 on " in text
+        assert "its process ended without a word" in text
 
 
 def test_a_rank_that_ends_its_loop_early_is_named(pool):

@@ -14,12 +14,13 @@ from rank_pool import RankRaised
 import zcompile
 from zcompile.config import Config
 from zcompile.errors import ZinfError
+from zcompile.frontend import ranks
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of
-from zcompile.ir.partition import SharedRange, exchanged, gathered
+from zcompile.ir.partition import Partition, SharedRange, exchanged, gathered
 from zcompile.machine.model import slowest_way
-from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.fabric import Fabric, _Lane
 from zcompile.runtime.ranks.link import RankLink
 
 STEPS = 4
@@ -73,10 +74,55 @@ def test_a_paced_link_changes_the_time_and_no_bit(pool, expected, link, more):
         assert nbytes == found["predicted"]["bytes"][link] > 0
         assert found["rates"][link] == RATE, "plans know the throttle"
         busy_s = found["predicted"]["busy"][link]
-        assert busy_s == pytest.approx(nbytes / RATE)
+        most = max(found["bytes"][link] for _, found in rows)
+        assert busy_s == pytest.approx(most / RATE), "a ring is as slow as who takes most"
         assert found["seconds"][link] >= busy_s
         assert found["predicted"]["step_s"] >= found["predicted"]["least_s"] >= busy_s
         assert found["collectives"] == rows[0][1]["collectives"]
+
+
+UNEVEN = (203, 100)
+"""A weight that three ranks hold shares of, the last of which is filled up with padding."""
+
+
+def counted(mesh):
+    """Bytes that have come in messages of a planned step, bytes of the link, and those that were
+    predicted."""
+    rank, came = mesh.get_local_rank(), [0]
+
+    def counts(lane, what, sends, receives):
+        paced = "over paced links" in what
+        if lane is not session.fabric._lanes["agree"] and not paced:
+            came[0] += sum(tensor.nbytes for _, tensor in receives)
+        carry(lane, what, sends, receives)
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(*UNEVEN[::-1], bias=False)
+    zcompile.offload(model, mesh=mesh, throttle={"rank_to_rank": RATE}, **ROOMY)
+    session, carry = session_behind(model), _Lane.messages
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = torch.compile(model, backend="zinf")
+    _Lane.messages = counts
+    try:
+        for step in range(STEPS):
+            if step == STEPS - 1:
+                zcompile.stats(model, reset=True)
+                came[0] = 0
+            run(torch.full((2, UNEVEN[1]), float(rank))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = zcompile.stats(model)
+    finally:
+        _Lane.messages = carry
+        zcompile.close(model)
+    return came[0], stats["bytes"]["rank_to_rank"], stats["predicted"]["bytes"]["rank_to_rank"]
+
+
+def test_what_comes_is_counted_where_shares_are_padded(pool):
+    rows = pool.run(counted, 3)
+    for came, nbytes, predicted in rows:
+        assert came == nbytes == predicted > 0
+    assert len({came for came, *_ in rows}) > 1, "there is padding"
 
 
 NBYTES, LATE_S = 400_000, 0.2
@@ -170,6 +216,14 @@ def test_ranks_have_one_throttle(pool):
         pool.run(offloaded, 2, [{"rank_to_rank": RATE}, {}], {})
 
 
+@pytest.mark.parametrize("link", ["rank_to_rank", "node_to_node"])
+def test_ranks_that_differ_in_a_throttle_are_told_its_link(pool, link):
+    """Beside a machine that takes more words than are told."""
+    more = {"machine": "dgx2-v100-4nodes"}
+    with pytest.raises(RankRaised, match=rf"RanksDiffer: .*\s+rank 0: .* throttle\['{link}'\]"):
+        pool.run(offloaded, 2, [{link: RATE}, {}], more)
+
+
 def test_nodes_have_as_many_ranks(pool):
     says = r"ranks_per_node=2 does not divide the 3 ranks"
     with pytest.raises(RankRaised, match=says):
@@ -179,6 +233,44 @@ def test_nodes_have_as_many_ranks(pool):
 def test_one_process_has_no_nodes():
     with pytest.raises(zcompile.errors.ConfigInvalid, match=r"ranks_per_node=1 is of several ra"):
         zcompile.offload(words(), ranks_per_node=1, mesh=False, **{**ROOMY, "stage": "auto"})
+
+
+@pytest.mark.parametrize("link", ["rank_to_rank", "node_to_node"])
+def test_one_process_has_no_links_to_others(link):
+    says = rf"throttle\['{link}'\]=4000000.0 is of several ranks"
+    with pytest.raises(zcompile.errors.ConfigInvalid, match=says):
+        zcompile.offload(words(), throttle={link: SLOW}, mesh=False, **{**ROOMY, "stage": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("link", "per_node", "says"),
+    [
+        ("rank_to_rank", 1, "each of the 4 nodes has one rank"),
+        ("node_to_node", 4, "all 4 ranks are on one node"),
+        ("rank_to_rank", 2, ""),
+        ("rank_to_rank", 4, ""),
+        ("node_to_node", 1, ""),
+    ],
+)
+def test_a_throttle_that_paces_nothing_is_told(caplog, link, per_node, says):
+    found = ranks._link_of(Config(device="cpu", throttle={link: SLOW}), 4, per_node)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(says)
+    assert found.bytes_per_s == (None if says else SLOW)
+    for message in told:
+        assert f"'{link}', which paces nothing" in message
+        assert says in message
+
+
+def test_time_in_which_two_collectives_cross_counts_once():
+    link = RankLink()
+    for since, until in ((0.0, 10.0), (20.0, 21.0)):
+        link.begins(since)
+        link.begins(since + 0.25)
+        link.ends(3, since + 0.25, since + 0.5)
+        link.ends(4, since, until)
+    assert link.totals(reset=True) == (14, 11.0)
+    assert link.totals() == (0, 0.0)
 
 
 @pytest.mark.parametrize("given", [0, True, 1.5, "2"])
@@ -225,3 +317,16 @@ def test_what_crosses_of_a_tile_is_what_each_lacks(ranks, begin, nbytes):
     summed = [exchanged(nbytes, ranks, tile=tile) for tile in tiles]
     assert [x.arrives for x in summed] == [n * (ranks - 1) for n in held]
     assert {x.slowest for x in summed} == {max(held) * (ranks - 1)}
+
+
+@pytest.mark.parametrize("numel", [1, 5000, 20300, 6144])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_of_a_gradient_no_padding_crosses(numel, ranks):
+    for itemsize in (2, 4):
+        parts = [Partition(numel, rank, ranks) for rank in range(ranks)]
+        whole = [part.range_of(itemsize) for part in parts]
+        brought = [part.own_count * itemsize * (ranks - 1) for part in parts]
+        found = [exchanged(numel * itemsize, ranks, x) for x in whole]
+        assert [x.arrives for x in found] == brought
+        assert {x.slowest for x in found} == {max(brought)}
+        assert [x.in_nbytes(numel * 8) for x in whole] == [part.range_of(8) for part in parts]

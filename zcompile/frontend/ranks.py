@@ -76,11 +76,14 @@ def open_fabric(config: Config) -> Fabric | None:
     raises  ConfigInvalid, Unsupported, RanksDiffer, RankFailed
     """
     if config.mesh is False or not (is_mesh(config.mesh) or _several()):
-        asked = {"stage": config.stage != "auto", "ranks_per_node": config.ranks_per_node}
-        for name in (name for name, is_asked in asked.items() if is_asked):
+        asked: dict[str, object] = {} if config.stage == "auto" else {"stage": config.stage}
+        if config.ranks_per_node:
+            asked["ranks_per_node"] = config.ranks_per_node
+        asked |= {f"throttle[{link!r}]": rate for link, rate in _between_ranks(config).items()}
+        for name, value in asked.items():
             raise ConfigInvalid(
                 name,
-                getattr(config, name),
+                value,
                 "is of several ranks that train one model, and this process trains alone; leave it "
                 "out, or start the ranks with torchrun",
             )
@@ -119,12 +122,15 @@ def _ranks_per_host(hosts: Sequence[str]) -> int:
     return math.gcd(*(len(list(found)) for _, found in groupby(hosts)))
 
 
+def _between_ranks(config: Config) -> dict[str, float]:
+    """Throttles of links between ranks."""
+    return {link: float(config.throttle[link]) for link in RANK_LINKS if link in config.throttle}
+
+
 def _link_of(config: Config, size: int, per_node: int) -> RankLink:
     """The link that decides how fast collectives are: the slowest, as far as that is told, of those
     that a ring over all ranks passes."""
-    throttle = {
-        link: float(config.throttle[link]) for link in RANK_LINKS if link in config.throttle
-    }
+    throttle = _between_ranks(config)
     described = config.machine.links if isinstance(config.machine, Machine) else {}
     rates = {name: described[name].bytes_per_s for name in RANK_LINKS if name in described}
     rates = {
@@ -135,6 +141,12 @@ def _link_of(config: Config, size: int, per_node: int) -> RankLink:
         log.warning(
             "throttle has 'node_to_node', which paces nothing: all %d ranks are on one node; "
             "ranks_per_node= lets one machine stand in for several",
+            size,
+        )
+    if "rank_to_rank" in throttle and per_node == 1 < size:
+        log.warning(
+            "throttle has 'rank_to_rank', which paces nothing: each of the %d nodes has one rank; "
+            "'node_to_node' paces what crosses between nodes",
             size,
         )
     return RankLink(
@@ -245,11 +257,10 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
 
     raises  RanksDiffer
     """
-    rows = {name: str(getattr(config, name)) for name in (*ALIKE, "residency")}
+    # Throttles first: behind a machine, which takes many words, they would be cut off.
+    rows = {f"throttle[{link!r}]": str(rate) for link, rate in _between_ranks(config).items()}
+    rows |= {name: str(getattr(config, name)) for name in (*ALIKE, "residency")}
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
-    for link in RANK_LINKS:
-        if link in config.throttle:
-            rows[f"throttle[{link!r}]"] = str(config.throttle[link])
     text = ", ".join(f"{name}={value}" for name, value in rows.items())
     same = {name: value for name, value in rows.items() if name != "residency"}
     derived = [getattr(config, name) for name in DERIVED]

@@ -129,7 +129,8 @@ class Effects(NamedTuple):
     nodes         nodes of the graph whose values the registers in `defines` get
     slot_begin    first byte that it writes of `writes_slot`, reads of `reads_slot`, or views
     fills         `writes_slot` has all its bytes afterwards, with those that were written before
-    each          every rank gets all `nbytes` of each rank, and not only a share
+    shares        of a gradient that is exchanged, or of a tile of it: how ranks hold its `nbytes`;
+                  None: every rank gets all of each rank
     bucket        gradients that it puts into the bucket of the call, or that cross with it
     viewed_as     dtype of the tensors over `views`
     tile          of what ranks hold shares of, the range that it is about; None: all of it
@@ -159,7 +160,7 @@ class Effects(NamedTuple):
     nodes: tuple[str, ...] = ()
     slot_begin: int = 0
     fills: bool = False
-    each: bool = False
+    shares: SharedRange | None = None
     bucket: tuple[Piece, ...] = ()
     viewed_as: torch.dtype | None = None
     tile: SharedRange | None = None

@@ -56,6 +56,14 @@ class Partition:
         """The elements [first, last) of the tensor that `rank` holds."""
         return min(self.numel, rank * self.count), min(self.numel, (rank + 1) * self.count)
 
+    def range_of(self, itemsize: int) -> "SharedRange":
+        """All of the tensor, or of its gradient, as ranks hold it.
+
+        itemsize  bytes of an element
+        """
+        nbytes, share_nbytes = self.numel * itemsize, self.count * itemsize
+        return SharedRange(0, nbytes, share_nbytes, self.rank, self.ranks)
+
     def cut(self, flat: Tensor) -> Tensor:
         """The share of this rank in a copy: [count, ...], the padding zeros.
 
@@ -81,7 +89,7 @@ def partition_of(layout: Layout, rank: int, ranks: int) -> Partition | None:
 @dataclass(frozen=True)
 class SharedRange:
     """Bytes [begin, begin + nbytes) of a tensor that ranks hold shares of: a tile of a weight, or
-    of a gradient. Each rank holds a part of it, or nothing.
+    of a gradient, or all of it. Each rank holds a part of it, or nothing.
 
     share_nbytes=4096, ranks=2, of which this is the second:
       bytes [3072, 6144):  rank 0 holds [0, 1024) of these 3072, this one [1024, 3072), which are
@@ -124,6 +132,11 @@ class SharedRange:
         at = self.begin - self.rank * self.share_nbytes
         return at + first, at + last
 
+    def in_nbytes(self, nbytes: int) -> "SharedRange":
+        """The same elements in a dtype in which they have so many bytes."""
+        begin, share_nbytes = (n * nbytes // self.nbytes for n in (self.begin, self.share_nbytes))
+        return SharedRange(begin, nbytes, share_nbytes, self.rank, self.ranks)
+
 
 def shared_range(spec: ParamSpec, begin: int, numel: int, itemsize: int) -> SharedRange | None:
     """The elements [begin, begin + numel) of a parameter, or of its gradient, as ranks hold them;
@@ -151,12 +164,14 @@ class Crossing(NamedTuple):
     """The bytes of a link between ranks that one collective takes.
 
     Ranks are taken for a ring, in which each passes on what has come to it. As much goes out as
-    comes in, at the same time, so what counts is what comes: (ranks - 1) / ranks of what is
-    gathered, or exchanged. Plans, throttles and what was measured all count so.
+    comes in, at the same time, so what counts is what comes: of what is gathered the shares of all
+    others, of a gradient what each other has made of this rank's share, which has no padding then.
+    Plans, throttles and what was measured all count so.
 
     arrives  bytes that come to this rank from the others
     slowest  the most that come to any of them, which a ring takes the time of; more than `arrives`
-             where a tile lies in the shares of some ranks more than in those of others
+             where a tile lies in the shares of some ranks more than in those of others, and
+             where a gradient is divided with padding
     """
 
     arrives: int
@@ -164,7 +179,10 @@ class Crossing(NamedTuple):
 
 
 def gathered(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Crossing:
-    """What crosses when each of so many ranks gets all of `nbytes`, of which they hold shares."""
+    """What crosses when each of so many ranks gets all of `nbytes`, of which they hold shares.
+
+    tile  whose bytes these are; None: those of all shares, padding included
+    """
     if tile is None:
         each = nbytes * (ranks - 1) // ranks
         return Crossing(each, each)
@@ -172,16 +190,13 @@ def gathered(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Crossi
     return Crossing(nbytes - tile.own_nbytes, nbytes - least)
 
 
-def exchanged(
-    nbytes: int, ranks: int, each: bool = False, tile: SharedRange | None = None
-) -> Crossing:
+def exchanged(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Crossing:
     """What crosses when each of so many ranks gets what all have made of its share of `nbytes`.
 
-    each  every rank gets all of it
+    tile  whose bytes these are, all of a gradient or a part; None: every rank gets all of them
     """
     others = ranks - 1
     if tile is not None:
         most = max(last - first for first, last in map(tile.of_rank, range(ranks)))
         return Crossing(tile.own_nbytes * others, most * others)
-    came = nbytes * others // (1 if each else ranks)
-    return Crossing(came, came)
+    return Crossing(nbytes * others, nbytes * others)

@@ -167,9 +167,9 @@ class Exchange:
               has arrived
     register  becomes the parts of all ranks
     nbytes    of the gradient
-    each      every rank gets all of it, and not only a share
+    shares    how ranks hold it: each gets what is of its share; None: every rank gets all of it
     is_tile   it is a part of a gradient
-    tile      that part, of which each rank gets what is of its share; None: each gets all
+    tile      that part, where ranks hold shares; None: it is all of the gradient, or each gets all
     wide_nbytes  of the gradient in its parameter's dtype, in which it crosses if any rank has a
               hook of it; 0: it is made in that
     """
@@ -181,7 +181,7 @@ class Exchange:
     ticket: Ticket
     after: tuple[Ticket, ...] = ()
     name: str = ""
-    each: bool = False
+    shares: SharedRange | None = None
     tile: SharedRange | None = None
     is_tile: bool = False
     wide_nbytes: int = 0
@@ -197,7 +197,7 @@ class Exchange:
             defines=(self.register,),
             after=self.after,
             ticket=self.ticket,
-            each=self.each,
+            shares=self.shares,
             tile=self.tile,
             wide_nbytes=self.wide_nbytes,
         )
@@ -228,7 +228,6 @@ class ExchangeBucket:
             self.nbytes,
             after=self.after,
             ticket=self.ticket,
-            each=True,
             bucket=self.pieces,
         )
 
@@ -345,6 +344,7 @@ class Reduce:
     bucketed  it is put into the bucket of the call, and goes home once an `ExchangeBucket` has
               exchanged all that is in there
     tile    of the gradient of what ranks hold shares of: this rank's part of it goes home
+    shares  how ranks hold the value, all of a gradient or a tile; None: each has all of it
     """
 
     value: Register
@@ -362,6 +362,7 @@ class Reduce:
     share_nbytes: int = 0
     bucketed: bool = False
     tile: SharedRange | None = None
+    shares: SharedRange | None = None
 
     @cached_property
     def effects(self) -> Effects:

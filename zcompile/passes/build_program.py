@@ -263,7 +263,7 @@ class _Builder:
         grad, handle, *at = node.args
         assert isinstance(grad, fx.Node)
         assert isinstance(handle, fx.Node)
-        spec = self.plan.params[NodeName(handle.name)]
+        spec, value = self.plan.params[NodeName(handle.name)], grad.meta["val"]
         reduce = Reduce(
             self.registers[grad],
             self.handles[handle],
@@ -272,16 +272,19 @@ class _Builder:
             str(spec.name),
             departing_bytes(node, self.plan.params),
             shared=spec.shared,
-            cast=None if at else _narrower(spec, grad.meta["val"].dtype),
+            cast=None if at else _narrower(spec, value.dtype),
             share_nbytes=0 if spec.share is None else spec.share[1] - spec.share[0],
+            shares=shared_range(spec, 0, spec.layout.numel, value.dtype.itemsize),
         )
         if at:
             (offset,) = at
             assert isinstance(offset, int)
-            itemsize = grad.meta["val"].dtype.itemsize
+            itemsize = value.dtype.itemsize
             whole = spec.layout.numel * itemsize
-            tile = shared_range(spec, offset, grad.meta["val"].numel(), itemsize)
-            reduce = replace(reduce, begin=offset * itemsize, of_nbytes=whole, tile=tile)
+            tile = shared_range(spec, offset, value.numel(), itemsize)
+            reduce = replace(
+                reduce, begin=offset * itemsize, of_nbytes=whole, tile=tile, shares=tile
+            )
         self.departures[-1].append(reduce)
 
     def _offload(self, node: fx.Node) -> None:

@@ -265,7 +265,7 @@ class _Lowering:
         self.registers += 1
         after = (*self._after_agreement(Exchange), *after)
         register = Register(self.registers - 1)
-        each, ticket = not x.share_nbytes, self._ticket()
+        ticket = self._ticket()
         return Exchange(
             x.value,
             register,
@@ -274,7 +274,7 @@ class _Lowering:
             ticket,
             after,
             x.name,
-            each,
+            x.shares,
             x.tile,
             is_tile=bool(x.of_nbytes),
             wide_nbytes=_wide_nbytes(x),

@@ -64,8 +64,8 @@ class Segment:
     writes  that it writes and somebody reads later; 0 where nobody does
     lives   whether somebody reads the bytes later, as they are after the segment
     late    whether it is of a forward that computes late updates
-    crosses bytes that come from other ranks: what the graph gathers and exchanges, but for what is
-            kept whole on every rank
+    crosses the most bytes that come to any rank: what the graph gathers and exchanges, but for what
+            is kept whole on every rank
     """
 
     phase: Phase
@@ -146,7 +146,7 @@ def demand_of(
         seconds.append(compute_s)
         late.append(updates)
         every = (x for call in calls for x in call.schedule.effects if x.is_collective)
-        crosses.append(sum(crossing(x, ranks, wide).arrives for x in every))
+        crosses.append(sum(crossing(x, ranks, wide).slowest for x in every))
         found.append((reads.sizes(), writes.sizes()))
     groups = _alike(phases, found)
     segments = tuple(

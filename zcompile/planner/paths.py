@@ -25,8 +25,8 @@ def crossing(x: Effects, ranks: int, wide: Container[str] = ()) -> Crossing:
     if x.fills:
         return gathered(x.nbytes, ranks, x.tile)
     if x.wide_nbytes and x.name in wide:
-        return exchanged(x.wide_nbytes, ranks, x.each)
-    return exchanged(x.nbytes, ranks, x.each, x.tile)
+        return exchanged(x.wide_nbytes, ranks, x.shares and x.shares.in_nbytes(x.wide_nbytes))
+    return exchanged(x.nbytes, ranks, x.shares)
 
 
 def crossing_wide(step: StepTrace) -> frozenset[str]:

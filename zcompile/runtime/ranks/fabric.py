@@ -135,15 +135,25 @@ class _Lane:
 
     def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
         self._group, self._tag = group, tag
+        self._name, self._crashed = name, crashed
         self._workers = Workers(f"zinf-{name}", 1, crashed)
+        self._holds: Workers | None = None
+        """The thread that a paced link holds, while that of the lane listens to the others."""
         self.waiting: Waiting | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
         self._workers.submit(job)
 
     def stop(self) -> None:
-        """End the thread after what it does now, without waiting for that."""
+        """End the threads after what they do now, without waiting for that."""
         self._workers.stop(0.0)
+        if self._holds is not None:
+            self._holds.stop(0.0)
+
+    def pace(self) -> None:
+        """Let collectives end with `agree_that_over` from here on; idempotent."""
+        if self._holds is None:
+            self._holds = Workers(f"zinf-{self._name}-holds", 1, self._crashed)
 
     def messages(
         self, what: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
@@ -169,6 +179,54 @@ class _Lane:
             raise _PeerGone(peer) from error
         finally:
             self.waiting = None
+
+    def agree_that_over(self, what: str, hold: Callable[[], None], peers: Sequence[int]) -> None:
+        """Wait until `hold` has returned here and on each of the peers, who do the same.
+
+        A peer whose connection closes ends the wait at once, and not `hold`: that is up to whoever
+        hears of it (`Fabric.fail`).
+        raises  _PeerGone
+        """
+        assert self._holds is not None, "the lane is paced"
+        over, lock = Promise(), threading.Lock()
+        held, peer = False, -1
+        """Whether `hold` has returned: only then this rank waits for another."""
+
+        def listen_to(other: int, has_held: bool) -> None:
+            nonlocal held, peer
+            with lock:
+                held, peer = held or has_held, other
+                if held and not over.done():
+                    since = time.monotonic() if self.waiting is None else self.waiting.since
+                    self.waiting = Waiting(what, since, other)
+
+        def tell() -> None:
+            with _Finishing(over):
+                hold()
+                listen_to(peer, True)
+                said = torch.zeros(1, dtype=torch.uint8)
+                works = [dist.isend(said, None, self._group, self._tag, other) for other in peers]
+                for work in works:
+                    assert work is not None, "this rank is in the group"
+                    work.wait(LONGEST)
+
+        try:
+            heard = []
+            for peer in peers:
+                row = torch.zeros(1, dtype=torch.uint8)
+                heard.append((peer, dist.irecv(row, None, self._group, self._tag, peer)))
+            self._holds.submit(tell)
+            for other, work in heard:
+                listen_to(other, False)
+                assert work is not None, "this rank is in the group"
+                work.wait(LONGEST)
+            over.wait()
+        except RuntimeError as error:
+            over.finish()  # nobody waits for it any more
+            raise _PeerGone(peer) from error
+        finally:
+            with lock:
+                self.waiting = None
 
 
 class _PeerGone(Exception):
@@ -268,6 +326,8 @@ class Fabric:
         ranks_per_node  one behind the other
         """
         self.link, self.ranks_per_node = link, ranks_per_node
+        for lane in self._lanes.values() if link.is_paced else ():
+            lane.pace()
 
     def _doing(self) -> str:
         """What long work this rank does, or holds back; "": none."""
@@ -469,18 +529,14 @@ class Fabric:
         tile       of the gradient, which is all of `flat`: every rank gets what is of its share
         """
         others, width = self._others(), flat.element_size()
+        shares = partition.range_of(width) if tile is None and partition is not None else tile
 
         def cut(rank: int) -> Tensor:
-            if tile is not None:
-                begin, end = tile.of_rank(rank)
-                return flat[begin // width : end // width]
-            first, last = (0, flat.numel()) if partition is None else partition.of_rank(rank)
-            return flat[first:last]
+            begin, end = (0, flat.nbytes) if shares is None else shares.of_rank(rank)
+            return flat[begin // width : end // width]
 
         parts = torch.zeros(self.size, received(flat, partition, tile), dtype=flat.dtype)
-        crossing = exchanged(
-            flat.numel() * width, self.size, partition is None and tile is None, tile
-        )
+        crossing = exchanged(flat.nbytes, self.size, shares)
 
         def exchange() -> None:
             own = cut(self.rank)
@@ -518,7 +574,7 @@ class Fabric:
                 what,
                 [(r, own) for r in others],
                 [(r, parts[r]) for r in others],
-                exchanged(ends[-1], self.size, each=True),
+                exchanged(ends[-1], self.size),
             )
 
         what = f"exchange {len(flats)} small gradients"
@@ -652,17 +708,21 @@ class Fabric:
         crossing: Crossing,
     ) -> None:
         """Carry out one collective in its lane, at the pace of the link. raises  _PeerGone"""
-        since = time.perf_counter()
-        self._lanes[lane].messages(what, sends, receives)
-        if self.link.is_paced:
-            self.link.hold(what, crossing.slowest, since)
-            there = torch.zeros(1, dtype=torch.uint8)
-            self._lanes[lane].messages(
-                f"{what}, over paced links",
-                [(r, there) for r, tensor in sends if tensor.numel()],
-                [(r, torch.zeros_like(there)) for r, tensor in receives if tensor.numel()],
-            )
-        self.link.passed(crossing.arrives, since, time.perf_counter())
+        since, came = time.perf_counter(), 0
+        self.link.begins(since)
+        try:
+            self._lanes[lane].messages(what, sends, receives)
+            if self.link.is_paced:
+                peers = {r for r, tensor in (*sends, *receives) if tensor.numel()}
+                self._lanes[lane].agree_that_over(
+                    f"{what}, over paced links",
+                    lambda: self.link.hold(what, crossing.slowest, since),
+                    # Each listens to its neighbour first: of any that is killed one hears at once.
+                    [r for r in self._others() if r in peers],
+                )
+            came = crossing.arrives
+        finally:
+            self.link.ends(came, since, time.perf_counter())
 
     @property
     def hosts(self) -> tuple[str, ...]:

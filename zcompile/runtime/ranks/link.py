@@ -5,7 +5,7 @@ the link of its rank for its bytes, one after the other, as a throttled link bet
 (`device/cpu.py`). What is counted as a collective's bytes says `ir/partition.py`.
 
 The bytes themselves are sent at once. Behind them each rank waits until its link would have carried
-what it takes, and only then tells those that it has sent to that they have it. So a collective ends
+what it takes, and only then tells those that it has exchanged messages with. So a collective ends
 nowhere before the bytes could have come, had they set out when the last of those that send them
 came to it; and as ranks only wait for a time that they know, and for each other in the order of a
 lane, a throttle cannot make two wait in a circle.
@@ -31,7 +31,11 @@ class RankLink:
         self.name, self.bytes_per_s = name, bytes_per_s
         self._throttle = Throttle(bytes_per_s)
         self._lock = threading.Lock()
-        self._nbytes, self._seconds, self._until = 0, 0.0, 0.0
+        self._nbytes, self._seconds = 0, 0.0
+        self._begun: list[float] = []
+        """When those collectives began that are on their way."""
+        self._since = 0.0
+        """Since when some have been."""
         self._holding: set[str] = set()
         self.best_bytes_per_s = 0.0
         """The highest rate at which a long collective was carried, without its throttle."""
@@ -60,21 +64,34 @@ class RankLink:
         held = next(iter(tuple(self._holding)), "")
         return held and f"paces {held} by its throttle"
 
-    def passed(self, nbytes: int, since: float, until: float) -> None:
-        """`nbytes` have come in a collective that began and ended then (perf_counter); time in
-        which two are on their way counts once."""
+    def begins(self, at: float) -> None:
+        """A collective begins now, `at` on the clock of perf_counter. Its bytes are on their way
+        until it `ends`; time in which two are counts once."""
+        with self._lock:
+            if not self._begun:
+                self._since = at
+            self._begun.append(at)
+
+    def ends(self, nbytes: int, since: float, at: float) -> None:
+        """A collective that began at `since` ends now, in which `nbytes` have come; 0: it has
+        failed."""
         with self._lock:
             self._nbytes += nbytes
-            self._seconds += max(0.0, until - max(since, self._until))
-            self._until = max(self._until, until)
+            self._begun.remove(since)
+            if not self._begun:
+                self._seconds += at - self._since
 
     def totals(self, reset: bool = False) -> tuple[int, float]:
         """Bytes that have come, and seconds in which some were on their way; since the last
-        `reset`."""
+        `reset`, and all of what was on its way then."""
         with self._lock:
-            found = self._nbytes, self._seconds
+            seconds = self._seconds
+            if self._begun:
+                seconds += max(0.0, time.perf_counter() - self._since)
+            found = self._nbytes, seconds
             if reset:
                 self._nbytes, self._seconds = 0, 0.0
+                self._since = min(self._begun, default=0.0)
         return found
 
     def stop(self) -> None:

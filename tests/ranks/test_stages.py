@@ -32,6 +32,7 @@ from zcompile.ir.partition import partition_of
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import parse_budget, show_size
 from zcompile.planner import step_plan
+from zcompile.runtime.ranks.fabric import NOMINAL_BYTES_PER_S
 
 ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 PLANNED = 4
@@ -50,6 +51,8 @@ def opened(mesh, fields, **kinds):
 def crossed(model, act):
     """Bytes that this rank has sent while something was done: gathers, exchanges."""
     zcompile.stats(model, reset=True)
+    rate = session_behind(model).fabric.bytes_per_s()
+    assert rate != NOMINAL_BYTES_PER_S, "who asks for figures takes none from the next plan"
     act()
     sent = zcompile.stats(model)["fabric"]["bytes"]
     return {lane: sent[lane] for lane in ("gather", "exchange")}

@@ -295,7 +295,9 @@ class Fabric:
         self.ranks_per_node = self.size
         self.link = RankLink()
         self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in LANES}
-        """Lane -> bytes that this rank has sent, and seconds that its collectives took."""
+        """Lane -> bytes that this rank has sent, and seconds that its collectives took, in all."""
+        self._told = {lane: (0.0, 0.0) for lane in LANES}
+        """As `moved`, when `totals` were reset last."""
         # First through the store: what makes a group waits for a rank that never comes.
         found = store_of_ranks(f"zcompile/{'-'.join(map(str, ranks))}/{number}")
         name, self._hosts = meet(found, self.rank, self.size, timeout_s)
@@ -835,15 +837,15 @@ class Fabric:
     def totals(self, reset: bool = False) -> dict[str, Any]:
         """Bytes that this rank has sent, and seconds that collectives took, by lane; since the last
         `reset`."""
-        found = {
+        before, now = self._told, {lane: (row[0], row[1]) for lane, row in self.moved.items()}
+        if reset:
+            self._told = now
+        return {
             "rank": self.rank,
             "ranks": self.size,
-            "bytes": {lane: int(nbytes) for lane, (nbytes, _) in self.moved.items()},
-            "seconds": {lane: seconds for lane, (_, seconds) in self.moved.items()},
+            "bytes": {lane: int(n - before[lane][0]) for lane, (n, _) in now.items()},
+            "seconds": {lane: s - before[lane][1] for lane, (_, s) in now.items()},
         }
-        if reset:
-            self.moved = {lane: [0, 0.0] for lane in LANES}
-        return found
 
 
 @contextmanager

@@ -86,6 +86,9 @@ class DryRunFabric(Fabric):
     def check(self) -> None:
         return
 
+    def finish(self) -> None:
+        return
+
     def close(self) -> None:
         return
 

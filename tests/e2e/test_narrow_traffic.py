@@ -31,7 +31,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of, seconds_at
 from zcompile.ir.units import Bytes, KiB
-from zcompile.machine.model import Link
+from zcompile.machine.model import Compute, Link
 from zcompile.planner import step_plan
 from zcompile.planner.placement import Room
 from zcompile.runtime import relocate
@@ -110,7 +110,9 @@ def test_copies_are_kept_where_they_pay(monkeypatch, bytes_per_s, pays):
     def given(session):
         costs = costs_of(session)
         links = {name: Link(name, bytes_per_s) for name in costs.machine.links}
-        return replace(costs, machine=replace(costs.machine, links=links), **unmeasured)
+        compute = Compute({"float32": 50e9}, 1e15)  # casts, which copies save, take no time
+        machine = replace(costs.machine, links=links, compute=compute)
+        return replace(costs, machine=machine, **unmeasured)
 
     monkeypatch.setattr(replan, "costs_of", given)
     run = pair(steps=PLANNED)

@@ -84,12 +84,7 @@ def measured(
     for step in range(steps):
         if step == skipped:
             zcompile.stats(model, reset=True)
-        begin = time.perf_counter()
-        for _ in range(passes):
-            run(ids[:, :-1], ids[:, 1:]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(timed_step(run, ids, optimizer, passes))
     stats = zcompile.stats(model)
     if rank == 0:
         moved = (stats["bytes"]["h2d"] + stats["bytes"]["d2h"]) / (steps - skipped)
@@ -98,6 +93,18 @@ def measured(
         told.put((min(seconds[skipped:]), moved, fabric, whole, stats["peak"]["device"]))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def timed_step(
+    run: Callable[..., Any], ids: Tensor, optimizer: torch.optim.Optimizer, passes: int = 1
+) -> float:
+    """Seconds of a step of so many micro-batches, which are all the same tokens."""
+    begin = time.perf_counter()
+    for _ in range(passes):
+        run(ids[:, :-1], ids[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - begin
 
 
 def free_port() -> int:
@@ -155,11 +162,7 @@ def planned(
         for step in range(SEEN + COUNTED):  # without a barrier: that is no part of a step
             if step == SEEN:
                 zcompile.stats(model, reset=True)
-            begin = time.perf_counter()
-            run(ids[:, :-1], ids[:, 1:]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(timed_step(run, ids, optimizer))
         stats = zcompile.stats(model)
         if rank == 0:
             moved = {link: nbytes / COUNTED for link, nbytes in stats["bytes"].items()}

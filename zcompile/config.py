@@ -232,13 +232,12 @@ class Config:
                 "is of ranks that train one model, and mesh=False lets each "
                 "train its own; leave one of them out",
             )
-        unplanned = self.stays_because or ("durable=True" if self.durable else "")
-        if stage == 2 and unplanned:
+        if stage == 2 and self.stays_because:
             raise ConfigInvalid(
                 "stage",
                 stage,
-                f"needs steps that are planned, and with {unplanned} those of several ranks are "
-                "not; leave one of them out",
+                f"needs steps that are planned, and with {self.stays_because} they are not; leave "
+                "one of them out",
             )
 
     def __getstate__(self) -> dict[str, object]:
@@ -256,7 +255,7 @@ class Config:
     @property
     def may_keep_wholes(self) -> bool:
         """Whether ranks may keep all of a parameter, and not only their shares of it."""
-        return self.stage != 3 and not (self.stays_because or self.durable)
+        return self.stage != 3 and not self.stays_because
 
     @property
     def may_read_copies(self) -> bool:

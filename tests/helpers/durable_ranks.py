@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from border import Border, Call, offloaded
 from rank_models import adamw, state_of, train, words
+from rank_plans import everything_late
 from rank_pool import free_port
 
 import zcompile
 from zcompile.errors import NothingCommitted, ZinfError
+from zcompile.frontend.offload import session_behind
 
 FIELDS = {"device": "cpu", "device_memory": "4MiB", "durable": True}
 ON_DISK, ON_HOST = "1MiB", "64MiB"
@@ -116,12 +118,14 @@ def trained(
     fault: Fault | None = None,
     resumes: bool = True,
     nodes: Sequence[str] = (),
+    late: bool = False,
     **fields: Any,
 ) -> dict[str, Any]:
     """Go on from what is in `disk`: the step that was found, digests there and at the end.
 
     nodes  the machine that each rank takes itself to be on; each has a directory of its own, below
            `disk`, and sees no other
+    late   let all updates be late that may be, once a step is planned
     """
     if nodes:
         socket.gethostname = lambda: nodes[rank]
@@ -142,10 +146,12 @@ def trained(
         found["begun"] = state_of(model, optimizer)
         compiled = torch.compile(model, backend="zinf")
         faulty.inside = True
-        for step in range(found["found"], found["found"] + steps):
-            train(model, compiled, optimizer, rank, ranks, steps=[step])
-            found["done"] = step + 1
+        with everything_late(late):
+            for step in range(found["found"], found["found"] + steps):
+                train(model, compiled, optimizer, rank, ranks, steps=[step])
+                found["done"] = step + 1
         faulty.inside = False
+        found["late"] = session_behind(model).late.rows
         found["ended"] = state_of(model, optimizer)
         found["calls"] = faulty.called
     except (ZinfError, OSError) as error:

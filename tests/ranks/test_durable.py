@@ -61,9 +61,9 @@ def calls(tmp_path_factory) -> list[str]:
     return run(2, str(tmp_path_factory.mktemp("calm")), STEPS)[1]["calls"]
 
 
-def killed(expected, disk, fault, victim, together):
+def killed(expected, disk, fault, victim, together, steps=STEPS, **named):
     """Kill ranks at one call of one of them; the step that all resume at."""
-    group = Group(2, str(disk), STEPS, faults={victim: fault})
+    group = Group(2, str(disk), steps, faults={victim: fault}, **named)
     found = group.outcomes(together)
     assert found[victim] is None, "it was killed"
     other = found[1 - victim]
@@ -85,6 +85,29 @@ def test_ranks_that_are_killed_at_any_call_resume_at_one_step(expected, calls, t
     number = len(calls) * (2 * turn + 1) // 96
     together = turn % 3 == 0
     killed(expected, tmp_path, Fault(number, made=turn % 2 == 0), turn % 2, together)
+
+
+LATE_STEPS = 5
+"""The third is planned: the last two go by a plan whose updates are late."""
+SLOW_LINKS = {"device_memory": "500KiB", "throttle": {"h2d": "200MB/s", "d2h": "200MB/s"}}
+
+
+@pytest.fixture(scope="module")
+def late_calls(tmp_path_factory) -> int:
+    """How many calls on files a rank makes in `LATE_STEPS` steps."""
+    found = run(2, str(tmp_path_factory.mktemp("late")), LATE_STEPS, late=True, **SLOW_LINKS)
+    assert all(one["late"] for one in found), "updates are to come when the last step has ended"
+    return len(found[1]["calls"])
+
+
+@pytest.mark.slow  # at a call of a step without a plan, above
+@pytest.mark.parametrize("turn", range(24))
+def test_ranks_that_are_killed_while_updates_are_to_come_resume_at_one_step(
+    expected, late_calls, tmp_path, turn
+):
+    fault = Fault(late_calls - late_calls * (2 * turn + 1) // 96, made=turn % 2 == 0)
+    of_steps = {"steps": LATE_STEPS, "late": True, **SLOW_LINKS}
+    killed(expected, tmp_path, fault, turn % 2, turn % 3 == 0, **of_steps)
 
 
 def once_committed(disk, rank, step) -> Fault:

@@ -2,25 +2,20 @@
 
 import functools
 from collections import Counter
-from contextlib import contextmanager
 
 import pytest
 import torch
 from rank_models import optimizer_named, state_of, train, words
+from rank_plans import ROOMY, SLOW, TIGHT, everything_late
 from sampled import sampled, sampled_rows
 
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
-from zcompile.planner import late_step, step_plan
+from zcompile.planner import step_plan
 
 STEPS = 6
 """Two are seen, the third is planned, and then some go by the plan."""
-ROOMY = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB", "stage": 3}
-"""What ranks keep whole stands in `test_stages.py`."""
-TIGHT = {1: "900KiB", 2: "640KiB", 4: "560KiB"}
-"""Device memory beside which most of what a rank holds streams; activations take 300 KiB of it."""
-SLOW = {"h2d": "50MB/s", "d2h": "50MB/s"}
 LARGE = 6
 """Weights that ranks hold shares of: each matrix and table."""
 
@@ -38,18 +33,6 @@ def expected(pool):
     return functools.cache(
         lambda optimizer="adamw", clip=0.0: pool.run(eagerly, 1, optimizer, clip)[0]
     )
-
-
-@contextmanager
-def everything_late(wanted):
-    """Within, a plan has all updates late that may be, whether that pays or not: whatever costs
-    were measured."""
-    with pytest.MonkeyPatch.context() as patch:
-        if wanted:
-            patch.setattr(step_plan, "LATE_PAYS", 0.0)
-            patch.setattr(late_step, "SMALL_BYTES", 0)
-            patch.setattr(step_plan, "_moving", lambda step, weights, placement, reach: [*weights])
-        yield
 
 
 def trained(mesh, fields, optimizer="adamw", clip=0.0, late=False):

@@ -181,8 +181,6 @@ def _to_come(session: Session, named: Named) -> RowsToCome | None:
     cannot name them, or the disk has no room for their gradients beside new versions of what the
     next step changes, and for the gradients of that."""
     session.run_noted_ops()
-    if session.fabric is not None:
-        return None  # a row computes on shares, and other numbers of ranks read the commit
     found = rows_to_come(session.late, named)
     if found is None or session.commit_log is None:
         return None
@@ -583,24 +581,22 @@ class DurableSource:
                 return
             kept = self._tensors[name]
             layout = self.layout_of(kept)
-            if name in self._late:
-                give(target, layout.view(self._late.value(name)))
-                return
-            if isinstance(target, TieredTensor) and self._taken(kept, layout, target):
+            if name not in self._late and self._taken(kept, layout, target):
                 return
             if self.part_of(kept) is None:
-                give(target, layout.view(self._copier.read(kept)))
+                give(target, layout.view(self.read(kept)))
             else:
                 assert isinstance(target, TieredTensor), "this rank has opened its own directory"
-                put_share(target, self._copier.read(kept))
+                put_share(target, self.read(kept))
 
     def row(self, name: str) -> StoredTensor | None:
         """What is said of a tensor that rests in a data file; None of others."""
         return self._tensors.get(name)
 
     def read(self, kept: StoredTensor) -> Tensor:
-        """The bytes of a tensor, or of this rank's share: uint8 [kept.nbytes]."""
-        return self._copier.read(kept)
+        """The bytes of a tensor, or of this rank's share, with its update: uint8 [kept.nbytes], or
+        fewer, of what is filled up."""
+        return self._late.value(kept.name) if kept.name in self._late else self._copier.read(kept)
 
     def layout_of(self, kept: StoredTensor) -> Layout:
         """Of the whole tensor. raises  DurableDamaged"""
@@ -613,9 +609,11 @@ class DurableSource:
             return None
         return Partition(math.prod(kept.size), sharing.rank, sharing.ranks)
 
-    def _taken(self, kept: StoredTensor, layout: Layout, target: TieredTensor) -> bool:
-        """Whether the entry of `target` could take over the extent."""
-        return target.entry_layout == layout and self._copier.adopt(kept, target.entry)
+    def _taken(self, kept: StoredTensor, layout: Layout, target: Tensor) -> bool:
+        """Whether `target` is tiered, and its entry could take over the extent."""
+        if not isinstance(target, TieredTensor) or target.entry_layout != layout:
+            return False
+        return self._copier.adopt(kept, target.entry)
 
     def _small(self, name: str) -> Tensor:
         row = self._smalls[name]

@@ -398,8 +398,7 @@ def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Sessio
         if config.durable:
             make_directory(disks[0]).close()
             settle(disks[0], fabric)
-        # Steps of durable runs of ranks are not planned yet.
-        others = STAYING if config.stays_because or config.durable else PLANNING
+        others = STAYING if config.stays_because else PLANNING
         made = open_owned(lambda: Session(config, others, opening, fabric), disks)
         agree_on(config, made.device_budget, fabric)
         if (commits := made.commit_log) is not None:

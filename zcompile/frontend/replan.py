@@ -609,8 +609,6 @@ def plan_in_force(session: Session) -> StepPlan | None:
 def why_unplanned(session: Session) -> str:
     """Why no plan of a whole step is in force, as a clause; "" if one is."""
     because = session.config.stays_because
-    if session.fabric is not None and session.config.durable:
-        because = because or "durable and several ranks"
     if because:
         return f"with {because} entries rest where they were put first"
     controller = session.controller

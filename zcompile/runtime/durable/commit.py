@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import CommitFailed, DurableHeld, TierFull
-from zcompile.ir.types import Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.ir.units import KiB
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.durable import index as durable_index
@@ -219,7 +219,12 @@ class CommitLog:
         fabric = self._store.fabric
         if fabric is None:
             return None
-        shares = frozenset(n for n, (entry, _) in named.items() if entry.partition is not None)
+        shares = frozenset(
+            name
+            for name, (entry, _) in named.items()
+            # A gradient is named for an update that is to come, over the elements of this rank.
+            if entry.partition is not None and entry.kind is not EntryKind.GRAD
+        )
         return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts)
 
     def take_name(self, training: str) -> None:

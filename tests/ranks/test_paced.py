@@ -200,8 +200,24 @@ def held(mesh):
     return told, still, str(promise.error)
 
 
+def held_for_longer(mesh):
+    """Hold a gather back on rank 1 for longer than rank 0 waits for one that does nothing; what has
+    become of it."""
+    fabric = Fabric([0, 1], mesh.get_group(), 60.0)
+    fabric._watch._timeout_s = 0.0  # when all are there
+    fabric.over(RankLink("rank_to_rank", (1e9, NBYTES / 2 / 2.5)[mesh.get_local_rank()]), 2)
+    promise = fabric.gather(torch.zeros(NBYTES, dtype=torch.uint8), "w", [])
+    promise.wait_finished()
+    fabric.agree("have it")
+    fabric.close()
+    return str(promise.error)
+
+
+def test_a_rank_that_holds_back_is_not_taken_for_one_that_does_not_come(pool):
+    assert pool.run(held_for_longer, 2) == ["None"] * 2
+
+
 def test_what_is_held_back_is_let_go_when_ranks_fail(pool):
-    """And until then other ranks are told why: none takes this one for one that does not come."""
     assert pool.run(held, 2) == [("paces gather 'w' by its throttle", "", "enough")] * 2
 
 

@@ -6,6 +6,7 @@
     python -m benchmarks.ranks --ranks 1 2 --planned
     python -m benchmarks.ranks --ranks 2 --lanes DIR
     python -m benchmarks.ranks --ranks 2 --beside
+    python -m benchmarks.ranks --ranks 2 4 --owner --link 10MB/s
 
 Each rank takes one sequence, so that every rank computes as much however many there are. Host to
 device and back are paced; what crosses between ranks (gloo, on this machine) is not. A real fabric
@@ -16,7 +17,9 @@ weights are saved to a directory: by zcompile, and by torch.distributed.checkpoi
 `--planned` steps are planned, and stand beside their prediction. With `--lanes` a model of which
 little is trained rests on disk, and disk, bus and the link between ranks are paced so that each
 takes as long: so does the step, if they work at once. With
-`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn.
+`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn. With `--owner`
+each weight is sliced over all ranks, or all with one of them, by turns: the device has room for two
+weights, or for one at a time, and what comes over the bus of each rank decides.
 """
 
 import argparse
@@ -39,9 +42,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 import zcompile
 from examples.train_gpt import GPT, Shape
+from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import PREDICTED_FOR
 from zcompile.ir.units import parse_rate
 
+STACKED, BROAD = 8, 512
+"""Weights of a stack, of 1 MiB each, and their width."""
+ROUNDS = 4
+"""Of which the best counts, and the first, which compiles, does not."""
+WINDOWS: dict[str, dict[str, Any]] = {
+    "two weights": {"device_memory": "2304KiB"},
+    "one at a time": {"device_memory": "2304KiB", "max_lead": 0},
+}
 SAVED, WIDTH = 8, 4096
 """Weights of a model that is saved, 64 MiB each, and their width."""
 SAVES = 4
@@ -303,6 +315,101 @@ def compare_with_fsdp(ranks: int, shape: Shape) -> None:
         print(f"| {row} | {ratio:.2f} | {same} |", flush=True)
 
 
+class Stack(nn.Module):
+    """Square matrices one after the other, and nothing else that is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(BROAD, BROAD, bias=False) for _ in range(STACKED))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def with_owners(rank: int, ranks: int, port: int, link: str, told: Any) -> None:
+    """Go through a stack of weights that are sliced, and that each have an owner, in each window;
+    rank 0 tells the seconds of an evaluation, of forward and backward, and of a step of SGD, and
+    whether the weights after that are the same.
+    """
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    x = torch.randn(4, BROAD, generator=torch.Generator().manual_seed(rank))
+    for window, more in WINDOWS.items():
+        ends = []
+        for partition in ("slices", "owner"):
+            torch.manual_seed(0)
+            torch._dynamo.reset()
+            model = zcompile.offload(
+                Stack(),
+                device="cpu",
+                mesh=mesh,
+                host_memory="256MiB",
+                throttle={"h2d": link, "d2h": link},
+                stage=3,
+                residency=False,
+                partition=partition,
+                **more,
+            )
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            run = torch.compile(model, backend="zinf")
+
+            def evaluated() -> None:
+                with torch.no_grad():
+                    run(x)
+
+            def passed() -> None:
+                run(x).square().mean().backward()
+
+            parts: dict[str, Callable[[], object]] = {
+                "evaluation": evaluated,
+                "forward, backward": passed,
+                "optimizer": optimizer.step,
+            }
+            seconds: dict[str, list[float]] = {name: [] for name in parts}
+            moved = 0
+            for _ in range(ROUNDS):
+                for name, part in parts.items():
+                    dist.barrier()
+                    zcompile.stats(model, reset=True)
+                    begin = time.perf_counter()
+                    part()
+                    session_behind(model).drain()  # what is under way belongs to it
+                    dist.barrier()
+                    seconds[name].append(time.perf_counter() - begin)
+                    if name == "evaluation":
+                        moved = zcompile.stats(model)["bytes"]["h2d"]
+                optimizer.zero_grad()
+            ends.append(torch.cat([param.detach().flatten()[:9] for param in model.parameters()]))
+            zcompile.close(model)
+            if rank == 0:
+                same = all(torch.equal(ends[0], end) for end in ends)
+                best = {name: min(found[1:]) for name, found in seconds.items()}
+                told.put((window, partition, best, moved, same))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare_owners(ranks: int, link: str) -> None:
+    """A table of weights that are sliced over so many ranks, and of such as one of them holds."""
+    nbytes = BROAD * BROAD * 4 / 2**20
+    print(f"{ranks} ranks, {STACKED} weights of {nbytes:.0f} MiB, h2d and d2h of {link} on each rank")
+    columns = ("evaluation, s", "forward and backward, s", "optimizer, s")
+    print(f"| window | partition | {' | '.join(f'{c} | of slices' for c in columns)} | same bits |")
+    print(f"|{' --- |' * 9}")
+    told = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(with_owners, (ranks, free_port(), link, told), nprocs=ranks)
+    sliced: dict[str, float] = {}
+    while not told.empty():
+        window, partition, seconds, _, same = told.get()
+        sliced = seconds if partition == "slices" else sliced
+        cells = [f"{s:.3f} | {s / sliced[name]:.2f}" for name, s in seconds.items()]
+        print(f"| {window} | {partition} | {' | '.join(cells)} | {same} |", flush=True)
+
+
 def saving(rank: int, ranks: int, port: int, kind: str, given: str, told: Any) -> None:
     """Save on one rank; each tells the seconds of all, the bytes and by how much memory grew."""
     torch.set_num_threads(1)
@@ -368,9 +475,14 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true", help="compare with predictions")
     parser.add_argument("--lanes", metavar="DIR", help="pace three lanes alike, weights in there")
     parser.add_argument("--beside", action="store_true", help="compare with FSDP2")
+    parser.add_argument("--owner", action="store_true", help="compare slices with one owner each")
     asked = parser.parse_args()
     if asked.planned:
         compare_planned(asked.ranks, asked.link)
+        return
+    if asked.owner:
+        for ranks in asked.ranks:
+            compare_owners(ranks, asked.link)
         return
     for ranks in asked.ranks if asked.lanes or asked.beside else ():
         if asked.lanes:

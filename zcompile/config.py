@@ -33,6 +33,7 @@ KERNELS = ("auto", "stock", "triton")
 UPDATES = ("auto", "device", "fastest")
 ACTIVATIONS = ("auto", "keep", "recompute", "offload")
 STAGES = ("auto", 1, 2, 3)
+PARTITIONS = ("slices", "owner")
 
 
 def _no_throttle() -> Mapping[str, float]:
@@ -91,6 +92,9 @@ class Config:
                     every use; 2: in runs that train, from the third step on, all of each parameter
                     rests on the device of every rank, and is gathered once after each update;
                     "auto": a plan chooses for each parameter
+    partition       what a rank holds of each large parameter, its gradient and states: "slices":
+                    as much as any other, so that all links bring it; "owner": all of it, or
+                    nothing, which is slower, and there to be compared with
     dump            a directory for pass dumps; None: the environment's ZINF_DUMP, if set
 
     raises  ConfigInvalid, DiskUnusable, MachineUnknown, MachineUnreadable, MachineInvalid
@@ -116,6 +120,7 @@ class Config:
     rank_timeout: float | str = "60s"
     reduction: str = "ordered"
     stage: str | int = "auto"
+    partition: str = "slices"
     dump: str | Path | None = None
 
     emulates_unasked: ClassVar[bool] = False
@@ -210,6 +215,35 @@ class Config:
                 "no more bytes for it than for a reduce-scatter",
             )
         self._check_stage()
+        self._check_partition()
+
+    def _check_partition(self) -> None:
+        """raises  ConfigInvalid"""
+        if self.partition not in PARTITIONS:
+            raise ConfigInvalid(
+                "partition", self.partition, f"is not one of {', '.join(PARTITIONS)}"
+            )
+        if self.partition == "slices":
+            return
+        if self.mesh is False:
+            raise ConfigInvalid(
+                "partition",
+                self.partition,
+                "is of ranks that train one model, and mesh=False lets each train its own; leave "
+                "one of them out",
+            )
+        unready = {
+            "stage=2": self.stage == 2,
+            f"param_dtype={self.param_dtype}": self.param_dtype is not None,
+            "durable=True": self.durable,
+        }
+        if said := [text for text, holds in unready.items() if holds]:
+            raise ConfigInvalid(
+                "partition",
+                self.partition,
+                f"is there to be compared with, and not together with {', '.join(said)}; give "
+                "partition='slices', or leave that out",
+            )
 
     def _check_stage(self) -> None:
         """raises  ConfigInvalid"""
@@ -255,7 +289,8 @@ class Config:
     @property
     def may_keep_wholes(self) -> bool:
         """Whether ranks may keep all of a parameter, and not only their shares of it."""
-        return self.stage != 3 and not self.stays_because
+        unkept = self.stays_because or self.partition != "slices"
+        return self.stage != 3 and not unkept
 
     @property
     def may_read_copies(self) -> bool:
@@ -264,7 +299,8 @@ class Config:
         Fusions of Inductor are compiled for the nodes as they are, so there are none then; and a
         commit holds no copies that a plan makes.
         """
-        return self.regions != "inductor" and not (self.stays_because or self.durable)
+        unread = self.stays_because or self.durable or self.partition != "slices"
+        return self.regions != "inductor" and not unread
 
     def updates_on_host(self, device: str) -> bool:
         """Whether a plan may let the host compute updates, beside a device of type `device`.

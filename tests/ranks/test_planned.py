@@ -83,6 +83,18 @@ def test_late_updates_of_shares_come_before_their_gather(pool, expected, ranks):
 
 
 @pytest.mark.slow
+def test_owners_update_late_what_they_hold(pool, expected):
+    fields = {**ROOMY, "device_memory": "1MiB", "throttle": SLOW, "partition": "owner"}
+    rows = pool.run(trained, 2, fields, "adamw", 0.0, True)
+    assert [state for state, _ in rows] == [expected()] * 2
+    late = [found["late"] for _, found in rows]
+    small = (sum(late) - LARGE) // 2
+    assert sum(late) == LARGE + 2 * small, "each large one on one rank, small ones on both"
+    assert min(late) > small
+    assert rows[0][1]["collectives"] == rows[1][1]["collectives"]
+
+
+@pytest.mark.slow
 def test_ranks_that_update_other_parameters_late_train_together(pool, expected):
     """What each rank decides for itself changes nothing of what crosses."""
     rows = pool.run(trained_alone_late, 2)

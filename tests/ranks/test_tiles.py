@@ -119,6 +119,16 @@ def test_the_parts_of_a_tile_are_those_of_the_shares(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["tied", "planned", "too large"])
+def test_a_tile_may_be_all_with_one_rank(pool, case):
+    fields, kinds, more = CASES[case]
+    expected, _ = trained(None, 2, fields, kinds, **more)
+    more = {"micro": 1, "steps": STEPS} | more
+    rows = pool.run(trained, 2, 2, {**fields, "partition": "owner"}, kinds, *more.values())
+    assert [state for state, _ in rows] == [expected] * 2
+
+
+@pytest.mark.slow
 def test_parts_of_tiles_are_fetched_from_disk(pool, tmp_path):
     """Where parts begin and end within blocks of the disk."""
     fields, kinds, _ = CASES["odd rows"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rank_models import batch, optimizer_named, state_of, train, trained_eagerly, words
-from sampled import sampled_rows
+from sampled import sampled, sampled_rows
 
 import zcompile
 from zcompile.frontend.offload import session_behind
@@ -36,8 +36,9 @@ def test_ranks_end_with_the_bits_of_one_process(pool, ranks, optimizer):
     assert pool.run(trained, ranks, optimizer) == [trained_eagerly(optimizer)] * ranks
 
 
-def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, tmp_path):
-    fields = {"host_memory": "1MiB", "disk": str(tmp_path)}
+@pytest.mark.parametrize("partition", sampled(["slices", "owner"], "slices"))
+def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, partition, tmp_path):
+    fields = {"host_memory": "1MiB", "disk": str(tmp_path), "partition": partition}
     assert pool.run(trained, 2, "adamw", 0.0, fields) == [trained_eagerly("adamw")] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank-0", "rank-1"]
 

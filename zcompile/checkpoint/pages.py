@@ -21,15 +21,19 @@ from zcompile.ir.partition import Partition
 
 
 class SharedRow(NamedTuple):
-    """A tensor of a file of which ranks have shares: `numel` elements, from byte `begin` on."""
+    """A tensor of a file of which ranks have shares: `numel` elements, from byte `begin` on.
+
+    owner  the rank that has all of it; None: each has a slice
+    """
 
     begin: int
     numel: int
     itemsize: int
+    owner: int | None = None
 
     def of_rank(self, rank: int, ranks: int) -> tuple[int, int]:
         """The bytes [begin, end) of the file that are of a rank's share."""
-        first, last = Partition(self.numel, rank, ranks).of_rank(rank)
+        first, last = Partition(self.numel, rank, ranks, self.owner).of_rank(rank)
         return self.begin + first * self.itemsize, self.begin + last * self.itemsize
 
 

@@ -374,7 +374,9 @@ class _Divided:
                 if place.file != file or not place.ranged:
                     continue
                 tensor = own.shared[place.state]
-                row = SharedRow(place.begin, tensor.numel(), tensor.dtype.itemsize)
+                part = tensor.entry.partition
+                assert part is not None, "ranks share it"
+                row = SharedRow(place.begin, part.numel, tensor.dtype.itemsize, part.owner)
                 rows.append(row)
                 source, (begin, end) = share_of(tensor), row.of_rank(fabric.rank, fabric.size)
                 assert source is not None, "it is one on rank 0"

@@ -155,11 +155,12 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
             specs[position] = ParamSpec(
                 ParamName(value._name_in_store()),
                 value.entry_layout,
-                entry.nbytes if entry.partition is None else entry.nbytes * entry.partition.ranks,
+                _gathered_bytes(entry),
                 value.sink,
                 entry.home,
                 share=_share(entry),
                 shared=session.fabric is not None,
+                one_owner=None if entry.partition is None else entry.partition.one_owner,
             )
     if len(sessions) > 1:
         raise Unsupported(
@@ -169,10 +170,20 @@ def describe(inputs: Sequence[Any]) -> tuple[dict[int, ParamSpec], Session | Non
     return specs, next(iter(sessions.values()), None)
 
 
+def _gathered_bytes(entry: Entry) -> int:
+    """The bytes of the shares of all ranks; of what one rank holds, those of the tensor."""
+    part = entry.partition
+    if part is None or part.owner is not None:
+        return entry.whole_bytes
+    return entry.nbytes * part.ranks
+
+
 def _share(entry: Entry) -> tuple[int, int] | None:
     """The bytes of an entry that rest on this rank, among those of all ranks; None: all do."""
     part = entry.partition
-    return None if part is None else (part.rank * entry.nbytes, (part.rank + 1) * entry.nbytes)
+    if part is None or part.owner is not None:
+        return None if part is None else (0, entry.nbytes)
+    return part.rank * entry.nbytes, (part.rank + 1) * entry.nbytes
 
 
 Weakly = Callable[[], Session | None]

@@ -188,6 +188,7 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
     rooms: dict[int, TieredTensor] = {}
     first: dict[int, Any] = {}
     foreseen = 0, 0
+    given = None if session.owners is None else session.owners.nbytes
     try:
         with ready_together(session.fabric, "take in parameters"):
             for name, param in plain:
@@ -224,6 +225,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
             _tell_unlike(session, plain)
     except BaseException:
         rooms.clear()  # a traceback would keep them
+        if session.owners is not None and given is not None and not moved:
+            session.owners.go_back_to(given)
         if session.fabric is None:
             _undo(moved)
         if sole:

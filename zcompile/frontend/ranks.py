@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zcompile.config import Config, is_mesh
+from zcompile.config import PARTITIONS, Config, is_mesh
 from zcompile.errors import (
     KEEP_LESS,
     BudgetExceeded,
@@ -59,6 +59,7 @@ ALIKE = (
     "device",
     "durable",
     "stage",
+    "partition",
     "param_dtype",
     "tile_bytes",
     "ranks_per_node",
@@ -77,6 +78,8 @@ def open_fabric(config: Config) -> Fabric | None:
     """
     if config.mesh is False or not (is_mesh(config.mesh) or _several()):
         asked: dict[str, object] = {} if config.stage == "auto" else {"stage": config.stage}
+        if config.partition != PARTITIONS[0]:
+            asked["partition"] = config.partition
         if config.ranks_per_node:
             asked["ranks_per_node"] = config.ranks_per_node
         asked |= {f"throttle[{link!r}]": rate for link, rate in _between_ranks(config).items()}

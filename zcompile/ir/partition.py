@@ -4,8 +4,13 @@ Shares are equal and in the order of storage. Each begins at a multiple of `SHAR
 an element keeps its place in every vector loop, however many ranks there are: an elementwise op
 then computes the same bits over shares as over the whole. The last shares are filled up with
 padding, which is never shown and never saved.
+
+Or all of a tensor is with one rank, its owner, as in ZeRO before ZeRO-Infinity: that comes over the
+links of one rank alone, and is there to be compared with. Other ranks have a share without any
+elements, of padding alone, so that nothing else need know of shares that are empty.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -13,10 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zcompile.ir.types import SMALL_BYTES, Layout, ParamSpec
+from zcompile.ir.types import SMALL_BYTES, Layout, OneOwner, ParamSpec
 
 SHARE_ELEMENTS = 1024
 """Shares are multiples of it, as are the chunks of an optimizer's step (`CHUNK_ELEMENTS`)."""
+PIECE_BYTES = 64
+"""In a bucket each gradient begins at a multiple, so that its elements are aligned."""
 
 
 @dataclass(frozen=True)
@@ -24,22 +31,34 @@ class Partition:
     """The share of one rank in a tensor of `numel` elements that `ranks` ranks hold together.
 
     numel=5000, ranks=2:  rank 0 holds [0, 3072), rank 1 holds [3072, 5000) and 1144 of padding
+             owner=1:  rank 0 holds 1024 of padding, rank 1 holds [0, 5000) and 120 of padding
+
+    owner  the rank that holds all of it; None: each holds a slice
     """
 
     numel: int
     rank: int
     ranks: int
+    owner: int | None = None
 
     @cached_property
     def count(self) -> int:
-        """Elements of each share, padding included."""
+        """Elements of this rank's share, padding included; slices of all ranks have as many."""
         each = -(-self.numel // self.ranks)
+        if self.owner is not None:
+            each = self.numel if self.rank == self.owner else 1
         return -(-each // SHARE_ELEMENTS) * SHARE_ELEMENTS
 
     @property
     def padded(self) -> int:
-        """Elements of all shares together, padding included."""
+        """Elements of all slices together, padding included."""
+        assert self.owner is None, "shares are as large"
         return self.count * self.ranks
+
+    @property
+    def one_owner(self) -> OneOwner | None:
+        """Which rank holds all of it; None: none does."""
+        return None if self.owner is None else OneOwner(self.owner, self.rank, self.ranks)
 
     @property
     def own(self) -> tuple[int, int]:
@@ -54,6 +73,10 @@ class Partition:
 
     def of_rank(self, rank: int) -> tuple[int, int]:
         """The elements [first, last) of the tensor that `rank` holds."""
+        if self.owner is not None:
+            # No elements lie where they keep the order of shares.
+            first, last = (self.numel * int(at) for at in (rank > self.owner, rank >= self.owner))
+            return first, last
         return min(self.numel, rank * self.count), min(self.numel, (rank + 1) * self.count)
 
     def range_of(self, itemsize: int) -> "SharedRange":
@@ -62,7 +85,7 @@ class Partition:
         itemsize  bytes of an element
         """
         nbytes, share_nbytes = self.numel * itemsize, self.count * itemsize
-        return SharedRange(0, nbytes, share_nbytes, self.rank, self.ranks)
+        return SharedRange(0, nbytes, share_nbytes, self.rank, self.ranks, self.owner)
 
     def cut(self, flat: Tensor) -> Tensor:
         """The share of this rank in a copy: [count, ...], the padding zeros.
@@ -75,15 +98,43 @@ class Partition:
         return share
 
 
-def partition_of(layout: Layout, rank: int, ranks: int) -> Partition | None:
+def partition_of(
+    layout: Layout, rank: int, ranks: int, owners: "Owners | None" = None
+) -> Partition | None:
     """How a tensor is divided; None, if every rank holds all of it.
 
     That is so of small ones, whose collectives would cost more than their bytes, and of those that
     have gaps or read as something else than their bytes.
+
+    owners  choose the one rank that holds all of it; None: each holds a slice
     """
     if layout.nbytes <= SMALL_BYTES or not layout.covers(layout.nbytes):
         return None
-    return Partition(layout.numel, rank, ranks)
+    owner = None if owners is None else owners.next(layout.nbytes)
+    return Partition(layout.numel, rank, ranks, owner)
+
+
+class Owners:
+    """Chooses a rank for each tensor, one after the other: the one with the fewest bytes so far, of
+    those the first. All ranks ask for the same tensors in the same order, and so agree."""
+
+    def __init__(self, ranks: int) -> None:
+        self._nbytes = [0] * ranks
+
+    def next(self, nbytes: int) -> int:
+        """The owner of a tensor of so many bytes."""
+        owner = self._nbytes.index(min(self._nbytes))
+        self._nbytes[owner] += nbytes
+        return owner
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """What each rank was given so far."""
+        return tuple(self._nbytes)
+
+    def go_back_to(self, nbytes: Iterable[int]) -> None:
+        """Let what was given since be nobody's: the tensors are not made after all."""
+        self._nbytes = list(nbytes)
 
 
 @dataclass(frozen=True)
@@ -96,8 +147,9 @@ class SharedRange:
       the first 2048 of its share
 
     begin, nbytes  among the bytes of the tensor
-    share_nbytes   of each share, padding included
+    share_nbytes   of this rank's share, padding included; slices are all as large
     rank, ranks    this one, of how many
+    owner          the rank that holds all of the tensor; None: each holds a slice
     """
 
     begin: int
@@ -105,9 +157,12 @@ class SharedRange:
     share_nbytes: int
     rank: int
     ranks: int
+    owner: int | None = None
 
     def of_rank(self, rank: int) -> tuple[int, int]:
         """Those of its bytes that `rank` holds, [first, last) of `nbytes`."""
+        if self.owner is not None:
+            return 0, (self.nbytes if rank == self.owner else 0)
         first = rank * self.share_nbytes - self.begin
         last = first + self.share_nbytes
         return max(0, min(self.nbytes, first)), max(0, min(self.nbytes, last))
@@ -129,13 +184,13 @@ class SharedRange:
         first, last = self.own
         if first == last:
             return 0, 0
-        at = self.begin - self.rank * self.share_nbytes
+        at = self.begin - (0 if self.owner is not None else self.rank * self.share_nbytes)
         return at + first, at + last
 
     def in_nbytes(self, nbytes: int) -> "SharedRange":
         """The same elements in a dtype in which they have so many bytes."""
         begin, share_nbytes = (n * nbytes // self.nbytes for n in (self.begin, self.share_nbytes))
-        return SharedRange(begin, nbytes, share_nbytes, self.rank, self.ranks)
+        return SharedRange(begin, nbytes, share_nbytes, self.rank, self.ranks, self.owner)
 
 
 def shared_range(spec: ParamSpec, begin: int, numel: int, itemsize: int) -> SharedRange | None:
@@ -148,15 +203,22 @@ def shared_range(spec: ParamSpec, begin: int, numel: int, itemsize: int) -> Shar
         return None
     first, last = spec.share
     share_nbytes = (last - first) // spec.layout.dtype.itemsize * itemsize
-    rank, ranks = first // (last - first), spec.nbytes // (last - first)
-    return SharedRange(begin * itemsize, numel * itemsize, share_nbytes, rank, ranks)
+    owner, rank, ranks = spec.one_owner or (
+        None,
+        first // (last - first),
+        spec.nbytes // (last - first),
+    )
+    return SharedRange(begin * itemsize, numel * itemsize, share_nbytes, rank, ranks, owner)
 
 
 def range_of_fetch(spec: ParamSpec, brings: Layout) -> SharedRange | None:
     """As `shared_range`, of what a fetch brings: a tile of a weight, which is in one piece; None,
-    if that is all of it."""
+    if that is all of it, of which each rank holds a slice."""
     if not brings.dense or brings.numel >= spec.layout.numel:
-        return None
+        if spec.one_owner is None:
+            return None
+        itemsize = spec.layout.dtype.itemsize
+        return shared_range(spec, 0, spec.nbytes // itemsize, itemsize)
     return shared_range(spec, brings.offset, brings.numel, brings.dtype.itemsize)
 
 
@@ -188,6 +250,11 @@ def gathered(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Crossi
         return Crossing(each, each)
     least = min(last - first for first, last in map(tile.of_rank, range(ranks)))
     return Crossing(nbytes - tile.own_nbytes, nbytes - least)
+
+
+def in_bucket(nbytes: int) -> int:
+    """Bytes that a small gradient takes where several cross together, padding included."""
+    return -(-nbytes // PIECE_BYTES) * PIECE_BYTES
 
 
 def exchanged(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Crossing:

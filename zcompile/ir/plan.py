@@ -140,8 +140,10 @@ class GraphPlan:
         """Bytes of the arena that a fetch fills: of a tensor whose shares ranks gather, all, in the
         dtype that it is fetched in, or those of a tile."""
         spec, brings = self.spec_of(fetch), layout_of_fetch(fetch)
-        if spec.share is None or range_of_fetch(spec, brings) is not None:
+        if spec.share is None:
             return brings.nbytes
+        if (tile := range_of_fetch(spec, brings)) is not None:
+            return tile.nbytes
         return spec.nbytes // spec.layout.dtype.itemsize * brings.dtype.itemsize
 
     @property

@@ -32,7 +32,7 @@ from zcompile.ir.effects import Register as Register
 from zcompile.ir.effects import Slot as Slot
 from zcompile.ir.effects import Ticket as Ticket
 from zcompile.ir.joined_levels import SentGradient, joined_levels
-from zcompile.ir.partition import SharedRange
+from zcompile.ir.partition import SharedRange, in_bucket
 from zcompile.ir.types import NOTHING_HELD, Layout, LiveBytes, MemoryProfile, Phase, Region, Work
 
 
@@ -217,7 +217,8 @@ class ExchangeBucket:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        """With the padding behind each piece."""
+        return sum(in_bucket(piece.nbytes) for piece in self.pieces)
 
     @cached_property
     def effects(self) -> Effects:

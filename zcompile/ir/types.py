@@ -239,6 +239,18 @@ def _layout(size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) 
     return Layout(size, stride, 0, dtype)
 
 
+class OneOwner(NamedTuple):
+    """All of a parameter is with one of several ranks.
+
+    owner        that one
+    rank, ranks  this one, of how many
+    """
+
+    owner: int
+    rank: int
+    ranks: int
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """What the compiler may know of the parameter, or activation, behind a handle of a graph.
@@ -251,6 +263,8 @@ class ParamSpec:
     activation  a value that forward offloads and backward fetches, new in every call
     share       its bytes that rest on this rank, [begin, end) of `nbytes`, the other ranks have the
                 others; None: all
+    one_owner   the rank that holds all of it; `share` is then the bytes of this rank's entry, with
+                its padding. None: each holds a slice, or all of it
     shared      several ranks train it: its gradient is theirs
     """
 
@@ -262,6 +276,7 @@ class ParamSpec:
     activation: bool = False
     share: tuple[int, int] | None = None
     shared: bool = False
+    one_owner: OneOwner | None = None
 
 
 @dataclass(frozen=True)

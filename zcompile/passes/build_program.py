@@ -237,9 +237,9 @@ class _Builder:
         spec = self.plan.params[NodeName(handle.name)]
         brings, first = layout_of_fetch(fetch), len(self.regions)
         # Of a tensor whose shares ranks gather, all bytes come, whatever is read of them; of a tile
-        # those of it, of which some may rest here.
+        # those of it, of which some may rest here. What one rank holds is a tile that is all of it.
         tile = range_of_fetch(spec, brings)
-        gathered = spec.share is not None and tile is None
+        gathered = spec.share is not None and (tile is None or tile.nbytes == spec.nbytes)
         begin = 0 if gathered else brings.offset * brings.dtype.itemsize
         self.waited[fetch] = ReadValue(
             self.handles[handle],

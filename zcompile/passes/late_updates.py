@@ -69,8 +69,9 @@ def _is_of_share(value: ReadValue, row: Row, weight: Column) -> bool:
     """Whether an update is one of what this rank holds of a parameter, but for padding."""
     nbytes = row.numel * weight.dtype.itemsize
     return (
-        value.share is not None
-        and value.share.tile is None
+        nbytes > 0
+        and value.share is not None
+        and (value.share.tile is None or value.share.tile.owner is not None)
         and weight.begin == 0
         and value.share.nbytes >= nbytes
         and value.cast is None

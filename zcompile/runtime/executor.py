@@ -740,7 +740,10 @@ class _Call:
         narrow = sorted(self.schedule.narrow_gradients)
         hooked = bytes(gradients.sees_wide(self.leaves[at]) for at in narrow)
         dtypes = self.schedule.crossing_dtypes
-        detail = digest_of(names, [(kind, entries[at].name, dtype) for kind, at, dtype in dtypes])
+        crossing = [(kind, entries[at].name, dtype) for kind, at, dtype in dtypes]
+        parts = [entries[at].partition for _, at, _ in self.schedule.collectives]
+        owners = [part.owner for part in parts if part is not None and part.owner is not None]
+        detail = digest_of(names, crossing, owners)
         self.hooked = fabric.begin_agreement(agree.name, detail, text, hooked)
         self.tickets[agree.ticket] = self.hooked.ticket
 

@@ -211,8 +211,9 @@ class _Share:
             into.copy_(self.elements.view(torch.uint8))
             return Ready()
 
-        flat = self.fabric.gathered(self.name, self.elements.nbytes, bring)
-        values = flat.view(self.elements.dtype)[: self.partition.numel]
+        itemsize = self.elements.element_size()
+        flat = self.fabric.gathered(self.name, self.partition, itemsize, bring)
+        values = flat.view(self.elements.dtype)
         whole.copy_(values.as_strided(whole.size(), whole.stride()))
 
 

@@ -30,7 +30,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zcompile.errors import RanksDiffer, ZinfError
-from zcompile.ir.partition import Crossing, Partition, SharedRange, exchanged, gathered
+from zcompile.ir.partition import (
+    Crossing,
+    Partition,
+    SharedRange,
+    exchanged,
+    gathered,
+    in_bucket,
+)
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.progress import BOARD
 from zcompile.runtime.ranks.link import RankLink
@@ -51,8 +58,6 @@ _HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s{DIGEST_BYTES}sII")
 RECORD_BYTES = _HEAD.size + TEXT_BYTES
 LONGEST = timedelta(days=20)
 """Of a message: how long ranks wait for each other is up to `watch.py`, which knows why."""
-PIECE_BYTES = 64
-"""In a bucket each gradient begins at a multiple, so that its elements are aligned."""
 NOMINAL_BYTES_PER_S = 1e9
 """Between processes of one machine, before any bytes have moved: what gloo does within a factor of
 two (`benchmarks/ranks.py`)."""
@@ -471,19 +476,29 @@ class Fabric:
         each = whole.numel() // self.size
         return self.rank * each, (self.rank + 1) * each
 
-    def gathered(self, name: str, nbytes: int, read: Callable[[Tensor], Ticket]) -> Tensor:
-        """The shares of all ranks, in ordinary host memory: uint8 [ranks * nbytes]; blocks.
+    def gathered(
+        self, name: str, partition: Partition, itemsize: int, read: Callable[[Tensor], Ticket]
+    ) -> Tensor:
+        """All of a tensor that ranks hold shares of, in ordinary host memory; blocks.
 
-        nbytes  of each share
-        read    starts bringing that of this rank into uint8 [nbytes]
-        raises  RanksDiffer, RankFailed
+        itemsize  bytes of an element
+        read      starts bringing the share of this rank into uint8 [partition.count * itemsize]
+        returns   uint8 [partition.numel * itemsize]
+        raises    RanksDiffer, RankFailed
         """
-        self.agree("read", name, nbytes, text=repr(name))
+        owner, nbytes = partition.owner, partition.count * itemsize
+        whole = partition.numel * itemsize
+        self.agree("read", name, whole if owner is not None else nbytes, owner, text=repr(name))
+        lent = nbytes * self.size if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it
-            memory = torch.empty(nbytes * self.size, dtype=torch.uint8, device="cpu")
-        own = memory[nbytes * self.rank :][:nbytes]
-        self.gather(memory, name, [read(own)]).wait()
-        return memory
+            memory = torch.empty(lent, dtype=torch.uint8, device="cpu")
+        if owner is None:
+            self.gather(memory, name, [read(memory[nbytes * self.rank :][:nbytes])]).wait()
+        else:
+            # Padding is read too, behind what the owner holds, or where its bytes will come.
+            came, tile = read(memory[:nbytes]), partition.range_of(itemsize)
+            self.gather(memory[:whole], name, [came], tile).wait()
+        return memory[:whole]
 
     def gather(
         self,
@@ -562,7 +577,7 @@ class Fabric:
         flats  [numel] each, on the CPU
         """
         sizes = [flat.numel() * flat.element_size() for flat in flats]
-        ends = list(accumulate(-(-size // PIECE_BYTES) * PIECE_BYTES for size in sizes))
+        ends = list(accumulate(map(in_bucket, sizes)))
         begins = [0, *ends[:-1]]
         parts = torch.zeros(self.size, ends[-1], dtype=torch.uint8)
         others = self._others()

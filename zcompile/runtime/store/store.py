@@ -27,7 +27,7 @@ from zcompile.config import Config
 from zcompile.errors import TierFull, Unsupported, ValueUnset
 from zcompile.ir import handles
 from zcompile.ir.handles import Leaf
-from zcompile.ir.partition import Partition, partition_of
+from zcompile.ir.partition import Owners, Partition, partition_of
 from zcompile.ir.schedule import Cast
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
@@ -450,6 +450,9 @@ class Store:
             resources.mover.ends.look,
         )
         self.fabric = fabric
+        owned = fabric is not None and config.partition == "owner"
+        self.owners = Owners(fabric.size) if fabric is not None and owned else None
+        """Choose who holds a tensor; None: each rank holds a slice."""
         self._context = resources.context
         self._mover = resources.mover
         self.durable = resources.durable
@@ -539,9 +542,10 @@ class Store:
         """
         part = None
         if self.fabric is not None:
-            part = partition_of(layout, self.fabric.rank, self.fabric.size)
             if like is not None and like.covers and like.numel() == layout.numel and layout.dense:
                 part = like.entry.partition
+            else:
+                part = partition_of(layout, self.fabric.rank, self.fabric.size, self.owners)
         nbytes = layout.nbytes if part is None else part.count * layout.dtype.itemsize
         return self.create(name, kind, nbytes, unset=unset, partition=part)
 
@@ -802,8 +806,10 @@ class Store:
         raises  RanksDiffer, RankFailed
         """
         assert self.fabric is not None, "there are shares"
-        read = partial(self.read, entry)
-        return self.fabric.gathered(entry.name, entry.nbytes, read)[: entry.whole_bytes]
+        part = entry.partition
+        assert part is not None, "there are shares"
+        itemsize = entry.nbytes // part.count
+        return self.fabric.gathered(entry.name, part, itemsize, partial(self.read, entry))
 
     def put_whole(self, entry: Entry, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """As `put` of all bytes: of the whole tensor, of which this rank keeps its share.

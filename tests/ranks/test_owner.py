@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_models import Means, adamw, batch, optimizer_named, state_of, train, words
+from rank_models import Means, adamw, batch, digest, optimizer_named, state_of, train, words
 from sampled import sampled_rows
 
 import zcompile
 from zcompile.config import Config
-from zcompile.errors import ConfigInvalid, RanksDiffer
+from zcompile.errors import ConfigInvalid, RanksDiffer, Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.ir.partition import (
@@ -251,6 +251,28 @@ def test_ranks_that_differ_in_it_are_told(pool):
         assert "rank 0:" in text
         assert "partition=owner" in text
         assert "partition=slices" in text
+
+
+def told_at_the_second_try(mesh):
+    """Take in three more weights, at first with a rank that cannot; who holds what then."""
+    model = zcompile.offload(words(blocks=1), mesh=mesh, **ROOMY, partition="owner")
+    model.more = torch.nn.ModuleList(torch.nn.Linear(200, 200, bias=False) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_local_rank():
+            patch.setattr("zcompile.frontend.offload.check_nodes", lambda plain: 1 / 0)
+        with pytest.raises((Unsupported, ZeroDivisionError)):
+            zcompile.offload(model)
+    zcompile.offload(model)
+    found = [p.entry.partition.owner for p in model.parameters() if p.entry.partition]
+    read = digest(model.parameters())
+    zcompile.close(model)
+    return found, read
+
+
+def test_what_was_not_taken_in_has_no_owner(pool):
+    first, second = pool.run(told_at_the_second_try, 2)
+    assert first == second
+    assert {*first[0][-3:]} == {0, 1}
 
 
 # --- Who holds what ---

@@ -226,7 +226,6 @@ def test_readers_and_writers_outside_of_a_graph_see_whole_values(pool):
         ({"partition": "owner", "mesh": False}, "mesh=False lets each train its own"),
         ({"partition": "owner", "stage": 2}, "not together with stage=2; give partition='slices'"),
         ({"partition": "owner", "param_dtype": torch.bfloat16}, "with param_dtype=torch.bfloat16"),
-        ({"partition": "owner", "durable": True, "disk": "."}, "not together with durable=True"),
     ],
 )
 def test_what_owners_cannot_do_is_said(fields, says):

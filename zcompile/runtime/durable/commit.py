@@ -219,8 +219,10 @@ class CommitLog:
         fabric = self._store.fabric
         if fabric is None:
             return None
-        shares = frozenset(n for n, (entry, _) in named.items() if entry.partition is not None)
-        return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts)
+        parts = {n: e.partition for n, (e, _) in named.items() if e.partition is not None}
+        owners = {n: part.owner for n, part in parts.items() if part.owner is not None}
+        shares = frozenset(parts)
+        return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts, owners)
 
     def take_name(self, training: str) -> None:
         """Let the commits of this rank be of `training`, as those of all are."""

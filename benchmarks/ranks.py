@@ -17,9 +17,9 @@ weights are saved to a directory: by zcompile, and by torch.distributed.checkpoi
 `--planned` steps are planned, and stand beside their prediction. With `--lanes` a model of which
 little is trained rests on disk, and disk, bus and the link between ranks are paced so that each
 takes as long: so does the step, if they work at once. With
-`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn. With `--owner`
-each weight is sliced over all ranks, or all with one of them, by turns: the device has room for two
-weights, or for one at a time, and what comes over the bus of each rank decides.
+`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn. With
+`--owner` each weight of a stack is sliced over all ranks, or all of it is with one: the buses of
+all bring it, or that of one, and how many weights the device has room for decides what that costs.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,16 @@ from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import PREDICTED_FOR
 from zcompile.ir.units import parse_rate
 
-STACKED, BROAD = 8, 512
+STACKED, BROAD = 6, 512
 """Weights of a stack, of 1 MiB each, and their width."""
-ROUNDS = 4
+ROUNDS = 3
 """Of which the best counts, and the first, which compiles, does not."""
 WINDOWS: dict[str, dict[str, Any]] = {
-    "two weights": {"device_memory": "2304KiB"},
     "one at a time": {"device_memory": "2304KiB", "max_lead": 0},
+    "two weights": {"device_memory": "2304KiB"},
+    "four weights": {"device_memory": "4352KiB"},
 }
+"""Of the device, and how far ahead of their readers weights come."""
 SAVED, WIDTH = 8, 4096
 """Weights of a model that is saved, 64 MiB each, and their width."""
 SAVES = 4
@@ -328,6 +331,10 @@ class Stack(nn.Module):
         return x
 
 
+def _go_through(run: Callable[..., Tensor], x: Tensor) -> None:
+    run(x).square().mean().backward()
+
+
 def with_owners(rank: int, ranks: int, port: int, link: str, told: Any) -> None:
     """Go through a stack of weights that are sliced, and that each have an owner, in each window;
     rank 0 tells the seconds of an evaluation, of forward and backward, and of a step of SGD, and
@@ -357,38 +364,27 @@ def with_owners(rank: int, ranks: int, port: int, link: str, told: Any) -> None:
             optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
             run = torch.compile(model, backend="zinf")
 
-            def evaluated() -> None:
-                with torch.no_grad():
-                    run(x)
-
-            def passed() -> None:
-                run(x).square().mean().backward()
-
             parts: dict[str, Callable[[], object]] = {
-                "evaluation": evaluated,
-                "forward, backward": passed,
+                "evaluation": torch.no_grad()(partial(run, x)),
+                "forward, backward": partial(_go_through, run, x),
                 "optimizer": optimizer.step,
             }
             seconds: dict[str, list[float]] = {name: [] for name in parts}
-            moved = 0
             for _ in range(ROUNDS):
                 for name, part in parts.items():
                     dist.barrier()
-                    zcompile.stats(model, reset=True)
                     begin = time.perf_counter()
                     part()
                     session_behind(model).drain()  # what is under way belongs to it
                     dist.barrier()
                     seconds[name].append(time.perf_counter() - begin)
-                    if name == "evaluation":
-                        moved = zcompile.stats(model)["bytes"]["h2d"]
                 optimizer.zero_grad()
             ends.append(torch.cat([param.detach().flatten()[:9] for param in model.parameters()]))
             zcompile.close(model)
             if rank == 0:
                 same = all(torch.equal(ends[0], end) for end in ends)
                 best = {name: min(found[1:]) for name, found in seconds.items()}
-                told.put((window, partition, best, moved, same))
+                told.put((window, partition, best, same))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -396,7 +392,9 @@ def with_owners(rank: int, ranks: int, port: int, link: str, told: Any) -> None:
 def compare_owners(ranks: int, link: str) -> None:
     """A table of weights that are sliced over so many ranks, and of such as one of them holds."""
     nbytes = BROAD * BROAD * 4 / 2**20
-    print(f"{ranks} ranks, {STACKED} weights of {nbytes:.0f} MiB, h2d and d2h of {link} on each rank")
+    print(
+        f"{ranks} ranks, {STACKED} weights of {nbytes:.0f} MiB, h2d and d2h of {link} on each rank"
+    )
     columns = ("evaluation, s", "forward and backward, s", "optimizer, s")
     print(f"| window | partition | {' | '.join(f'{c} | of slices' for c in columns)} | same bits |")
     print(f"|{' --- |' * 9}")
@@ -404,7 +402,7 @@ def compare_owners(ranks: int, link: str) -> None:
     mp.spawn(with_owners, (ranks, free_port(), link, told), nprocs=ranks)
     sliced: dict[str, float] = {}
     while not told.empty():
-        window, partition, seconds, _, same = told.get()
+        window, partition, seconds, same = told.get()
         sliced = seconds if partition == "slices" else sliced
         cells = [f"{s:.3f} | {s / sliced[name]:.2f}" for name, s in seconds.items()]
         print(f"| {window} | {partition} | {' | '.join(cells)} | {same} |", flush=True)

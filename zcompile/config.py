@@ -235,7 +235,6 @@ class Config:
         unready = {
             "stage=2": self.stage == 2,
             f"param_dtype={self.param_dtype}": self.param_dtype is not None,
-            "durable=True": self.durable,
         }
         if said := [text for text, holds in unready.items() if holds]:
             raise ConfigInvalid(

@@ -247,6 +247,21 @@ def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
         assert report.bound_seconds <= report.step_seconds
 
 
+def test_a_plan_of_owners_brings_what_one_of_them_holds():
+    weight, small, ranks = 256 * 512 * 4, (256 + 512) * 4, 4
+    report = planned(ranks, partition="owner")
+    crosses = {row.link: row.nbytes for row in report.links}["rank_to_rank"]
+    # Rank 0 holds the first weight; the second comes in forward and in backward, and the gradients
+    # of the first from all others.
+    assert crosses == 2 * weight + (weight + small) * (ranks - 1)
+    rests = sum(row.weights + row.gradients + row.states for row in report.tiers)
+    padding, held = 4 * 4096, rests + report.staying_bytes
+    assert 4 * (weight + small) <= held <= 4 * (weight + small) + padding
+    assert report.bound_seconds <= report.step_seconds
+    with pytest.raises(ConfigInvalid, match=r"partition='owner'.*the machine has one"):
+        planned(1, partition="owner")
+
+
 @pytest.mark.parametrize("micro_batches", sampled([1, 2], 2))
 def test_a_plan_keeps_weights_whole_where_that_is_faster_or_asked_for(micro_batches):
     weights, small, ranks = 2 * 256 * 512 * 4, (256 + 512) * 4, 8

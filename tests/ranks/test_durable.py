@@ -1,6 +1,7 @@
 """Durable runs of several ranks resume at a step that all have, wherever they were killed, and
 with another number of ranks."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -24,9 +25,9 @@ def expected() -> list[dict[str, str]]:
     return expected_after(8)
 
 
-def check_resumes(expected, ranks, disk, steps=0, host_memory=ON_DISK):
+def check_resumes(expected, ranks, disk, steps=0, host_memory=ON_DISK, **fields):
     """All ranks go on from one step, with the bits of plain PyTorch; the step, and that after."""
-    found = run(ranks, str(disk), steps, host_memory)
+    found = run(ranks, str(disk), steps, host_memory, **fields)
     assert all("error" not in one for one in found), found
     (step,) = {one["found"] for one in found}
     assert [one["begun"] for one in found] == [expected[step]] * ranks
@@ -138,6 +139,20 @@ def test_a_run_goes_on_with_more_ranks_and_fewer_in_the_same_directory(expected,
     kind, text = found["error"]
     assert kind == "Unsupported"
     assert "is of 4 ranks, and here it lacks the parts of ranks 3; start 4 ranks" in text
+
+
+@pytest.mark.slow
+def test_a_run_in_which_each_tensor_is_with_one_rank_goes_on(expected, tmp_path):
+    owner = {"partition": "owner"}
+    assert check_resumes(expected, 2, tmp_path, 1, **owner) == (0, 1)
+    assert check_resumes(expected, 2, tmp_path, 1, **owner) == (1, 2)
+    assert check_resumes(expected, 4, tmp_path, 1) == (2, 3)
+    assert check_resumes(expected, 2, tmp_path, 1, ON_HOST, **owner) == (3, 4)
+    told = [one["error"] for one in run(2, str(tmp_path), 1)]
+    assert {kind for kind, _ in told} == {"Unsupported"}
+    says = "holds on rank 0 alone all of .*, and the model a slice on each rank of it; give the"
+    assert any(re.search(says, text) for _, text in told)
+    assert check_resumes(expected, 1, tmp_path, 1) == (4, 5)
 
 
 def test_a_model_that_is_not_durable_takes_what_ranks_committed(expected, committed):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rank_models import Means, adamw, batch, optimizer_named, state_of, train, words
+from rank_models import Means, adamw, batch, digest, optimizer_named, state_of, train, words
 from sampled import sampled_rows
 
 import zcompile
 from zcompile.config import Config
-from zcompile.errors import ConfigInvalid, RanksDiffer
+from zcompile.errors import ConfigInvalid, RanksDiffer, Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.ir.partition import (
@@ -81,8 +81,11 @@ def in_one_process(ranks, name="adamw", kinds=None):
     return state_of(model, optimizer)
 
 
-def checked(rows, ranks):
-    """Check what each rank holds, and what has crossed, of runs with owners."""
+def checked(rows, ranks, fused=True):
+    """Check what each rank holds, and what has crossed, of runs with owners.
+
+    fused  else the optimizer makes lists between its ops, which no peak is predicted with
+    """
     large = [p for p in words().parameters() if p.nbytes > SMALL_BYTES]
     for rank, (_, found) in enumerate(rows):
         owners = {name: owner for name, owner, _, _ in found["held"]}
@@ -93,7 +96,7 @@ def checked(rows, ranks):
             if owner != rank:
                 assert nbytes == 4 * SHARE_ELEMENTS, "padding alone"
         assert found["plan"]["stage"] == 3, "nothing is kept whole"
-        assert found["peak"]["device"] <= found["predicted"]["peak"]["device"]
+        assert not fused or found["peak"]["device"] <= found["predicted"]["peak"]["device"]
         assert found["bytes"]["rank_to_rank"] == found["predicted"]["bytes"]["rank_to_rank"] > 0
     told = [{name: owner for name, owner, _, _ in found["held"]} for _, found in rows]
     assert told == [told[0]] * ranks
@@ -128,7 +131,7 @@ def test_ranks_end_with_the_bits_of_one_process(pool, name, kinds):
     rows = pool.run(trained, 3, {"partition": "owner"}, name, 0.0, kinds)
     assert [state for state, _ in rows] == [in_one_process(3, name, kinds)] * 3
     if not kinds:
-        checked(rows, 3)
+        checked(rows, 3, fused=name != "adam foreach")
 
 
 # --- State ---
@@ -226,7 +229,6 @@ def test_readers_and_writers_outside_of_a_graph_see_whole_values(pool):
         ({"partition": "owner", "mesh": False}, "mesh=False lets each train its own"),
         ({"partition": "owner", "stage": 2}, "not together with stage=2; give partition='slices'"),
         ({"partition": "owner", "param_dtype": torch.bfloat16}, "with param_dtype=torch.bfloat16"),
-        ({"partition": "owner", "durable": True, "disk": "."}, "not together with durable=True"),
     ],
 )
 def test_what_owners_cannot_do_is_said(fields, says):
@@ -251,6 +253,28 @@ def test_ranks_that_differ_in_it_are_told(pool):
         assert "rank 0:" in text
         assert "partition=owner" in text
         assert "partition=slices" in text
+
+
+def told_at_the_second_try(mesh):
+    """Take in three more weights, at first with a rank that cannot; who holds what then."""
+    model = zcompile.offload(words(blocks=1), mesh=mesh, **ROOMY, partition="owner")
+    model.more = torch.nn.ModuleList(torch.nn.Linear(200, 200, bias=False) for _ in range(3))
+    with pytest.MonkeyPatch.context() as patch:
+        if mesh.get_local_rank():
+            patch.setattr("zcompile.frontend.offload.check_nodes", lambda plain: 1 / 0)
+        with pytest.raises((Unsupported, ZeroDivisionError)):
+            zcompile.offload(model)
+    zcompile.offload(model)
+    found = [p.entry.partition.owner for p in model.parameters() if p.entry.partition]
+    read = digest(model.parameters())
+    zcompile.close(model)
+    return found, read
+
+
+def test_what_was_not_taken_in_has_no_owner(pool):
+    first, second = pool.run(told_at_the_second_try, 2)
+    assert first == second
+    assert {*first[0][-3:]} == {0, 1}
 
 
 # --- Who holds what ---

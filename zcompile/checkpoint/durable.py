@@ -268,6 +268,7 @@ def resume_durable(
     if found is None:
         raise _nothing_in(commit_log.files.home, commit_log.given)
     _check_own(commit_log, found, ranks)
+    _check_owners(commit_log.files.home.path, found, model)
     _check_sums(found, commit_log.files.directories)
     adopter = Recovery(commit_log, found)
     source = DurableSource(commit_log.files.home.path, found, commit_log.files.smalls, adopter)
@@ -301,6 +302,31 @@ def _check_own(commit_log: CommitLog, found: Index, ranks: Fabric | None) -> Non
             f"disk={str(home)!r} holds {whose} has committed, and not {here} has",
             f"give the directory that holds the parts of all ranks ({home.parent}) as disk",
         )
+
+
+def _check_owners(home: Path, found: Index, model: nn.Module) -> None:
+    """Refuse a commit of which other ranks hold the parameters than of the model.
+
+    home    the directory of this rank
+    raises  Unsupported, DurableDamaged
+    """
+    sharing = sharing_of(found, home / INDEX_NAME)
+    for name, param in model.named_parameters():
+        part = param.entry.partition if isinstance(param, TieredTensor) else None
+        if sharing is None or part is None or (key := f"model.{name}") not in sharing.shares:
+            continue
+        owner = sharing.owners.get(key)
+        if owner != part.owner:
+            raise Unsupported(
+                f"disk={str(home)!r} holds {_held_by(owner)} {name!r}, and the model "
+                f"{_held_by(part.owner)} it",
+                "give the partition= with which it was committed, and build the model as it was "
+                "built; to change that, resume it without durable=True, and zcompile.save it",
+            )
+
+
+def _held_by(owner: int | None) -> str:
+    return "a slice on each rank of" if owner is None else f"on rank {owner} alone all of"
 
 
 def _continue_from(
@@ -607,7 +633,8 @@ class DurableSource:
         sharing = self.sharing
         if sharing is None or kept.name not in sharing.shares:
             return None
-        return Partition(math.prod(kept.size), sharing.rank, sharing.ranks)
+        owner = sharing.owners.get(kept.name)
+        return Partition(math.prod(kept.size), sharing.rank, sharing.ranks, owner)
 
     def _taken(self, kept: StoredTensor, layout: Layout, target: Tensor) -> bool:
         """Whether `target` is tiered, and its entry could take over the extent."""

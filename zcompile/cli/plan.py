@@ -249,6 +249,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "rests on every rank; auto (default), whatever is faster for each",
     )
     parser.add_argument(
+        "--partition",
+        choices=("slices", "owner"),
+        default="slices",
+        help="what a rank holds of a large weight: slices (default), as much as any other; owner, "
+        "all of it or nothing",
+    )
+    parser.add_argument(
         "--updates",
         choices=("auto", "device", "fastest"),
         default="auto",
@@ -304,7 +311,8 @@ def _walked(args: argparse.Namespace) -> Answer:
     from zcompile.planner.report import note_of_ranks
 
     stage = args.stage if args.stage == "auto" else int(args.stage)
-    config = Config(**_budgets(args), stage=stage, updates=args.updates)
+    ranks = {"stage": stage, "partition": args.partition}
+    config = Config(**_budgets(args), **ranks, updates=args.updates)
     terms = plan.terms_of(config, args.machine)
     if args.ranks is not None:
         terms = terms.on(with_ranks(terms.machine, args.ranks))

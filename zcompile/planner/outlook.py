@@ -58,7 +58,7 @@ class Terms:
                  bytes of graphs are chosen for it; else everything is saved, and takes its part of
                  it
     chunk_bytes  per operand and chunk of an optimizer's step, at most
-    activations, tile_bytes, regions  as in `Config`
+    activations, tile_bytes, regions, stage, partition  as in `Config`
     updates_on_host  whether a plan of one rank may let the host compute updates beside the device
     """
 
@@ -72,6 +72,7 @@ class Terms:
     tile_bytes: int | None = None
     regions: str = "auto"
     stage: str | int = "auto"
+    partition: str = "slices"
     updates_on_host: bool = False
 
     def on(self, machine: Machine) -> "Terms":
@@ -176,9 +177,13 @@ def evaluated(
     narrow = None if several else with_copies(step, reading)
     read_as = [step] if narrow is None else [step, narrow.step]
     ways = [with_all_late(way, chunk_bytes) for way in read_as]
-    if not several and terms.stage != "auto":
-        why = "is of several ranks that train one model, and the machine has one"
-        raise ConfigInvalid("stage", terms.stage, why)
+    for name, value, default in (
+        ("stage", terms.stage, "auto"),
+        ("partition", terms.partition, "slices"),
+    ):
+        if not several and value != default:
+            why = "is of several ranks that train one model, and the machine has one"
+            raise ConfigInvalid(name, value, why)
     if several and terms.stage != 3:
         ways.append(with_wholes(step, {row.ref for row in gathered_in(step)}))
     demands = [

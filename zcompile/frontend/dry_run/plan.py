@@ -212,6 +212,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         None if config.tile_bytes is None else int(config.tile_bytes),
         config.regions,
         config.stage,
+        config.partition,
         updates_on_host=config.updates_on_host("cuda" if ways.asynchronous else "cpu")
         and not emulates,
     )
@@ -305,6 +306,7 @@ def _session(terms: Terms) -> DryRunSession:
         activations=terms.activations,
         tile_bytes=terms.tile_bytes,
         regions=terms.regions,
+        partition=terms.partition,
     )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
     fabric = DryRunFabric(machine.ranks) if machine.ranks > 1 else None

@@ -1,7 +1,8 @@
 """Stands in for the other ranks in a dry run: what crosses is over at once, and brings no bytes.
 
-The step that is walked is that of rank 0, which never holds less than another. What its collectives
-take is up to the simulator (`planner/paths.py`).
+The step that is walked is that of rank 0, which never holds less than another; with
+`partition="owner"` it was given the first tensor, and holds within one tensor as much. What its
+collectives take is up to the simulator (`planner/paths.py`).
 """
 
 from collections.abc import Sequence

@@ -219,13 +219,15 @@ class CommitLog:
         fabric = self._store.fabric
         if fabric is None:
             return None
-        shares = frozenset(
-            name
+        parts = {
+            name: entry.partition
             for name, (entry, _) in named.items()
             # A gradient is named for an update that is to come, over the elements of this rank.
             if entry.partition is not None and entry.kind is not EntryKind.GRAD
-        )
-        return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts)
+        }
+        owners = {n: part.owner for n, part in parts.items() if part.owner is not None}
+        shares = frozenset(parts)
+        return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts, owners)
 
     def take_name(self, training: str) -> None:
         """Let the commits of this rank be of `training`, as those of all are."""

@@ -15,7 +15,7 @@ Without torch: `zinf disk` looks here too.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Sharing:
     training  the same in the indexes of all ranks, and in none of another training
     shares    names of the tensors of which each rank has a share
     hosts     the machine of each rank; none in a commit of an older version
+    owners    of those of which one rank has everything: name -> rank
     """
 
     rank: int
@@ -67,11 +68,13 @@ class Sharing:
     training: str
     shares: frozenset[str]
     hosts: tuple[str, ...] = ()
+    owners: Mapping[str, int] = field(default_factory=dict)
 
     def to_meta(self) -> dict[str, object]:
         """For the meta of an index."""
         told = {"rank": self.rank, "ranks": self.ranks, "training": self.training}
-        return {SHARING: {**told, "shares": sorted(self.shares), "hosts": [*self.hosts]}}
+        shares = {"shares": sorted(self.shares), "hosts": [*self.hosts]}
+        return {SHARING: {**told, **shares, **({"owners": self.owners} if self.owners else {})}}
 
 
 def sharing_of(index: Index, path: Path) -> Sharing | None:
@@ -95,11 +98,14 @@ def sharing_of(index: Index, path: Path) -> Sharing | None:
         and isinstance(hosts := told.get("hosts", []), list)
         and len(hosts) in (0, told["ranks"])
         and all(isinstance(host, str) for host in hosts)
+        and isinstance(owners := told.get("owners", {}), dict)
+        and set(owners) <= set(told["shares"])
+        and all(type(owner) is int and 0 <= owner < told["ranks"] for owner in owners.values())
     )
     if not sound:
         raise DurableDamaged(path, "the index", "does not say soundly whose share it is of")
     shares = frozenset(told["shares"])
-    return Sharing(told["rank"], told["ranks"], told["training"], shares, tuple(hosts))
+    return Sharing(told["rank"], told["ranks"], told["training"], shares, tuple(hosts), owners)
 
 
 @dataclass(frozen=True)

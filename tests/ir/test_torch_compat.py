@@ -380,6 +380,40 @@ def current_pass() -> None:
 
 
 @contract
+def accumulates_into() -> None:
+    """Autograd adds to a `.grad` that is there in place, where a subclass sees it, and calls hooks
+    of the leaf before it goes on."""
+    said: list[object] = []
+
+    class Gradient(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.add_.Tensor:
+                said.append(private.accumulates_into(args[0]))
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **(kwargs or {}))
+
+    leaf, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    grad = torch.Tensor._make_subclass(Gradient, torch.ones(2))
+    leaf.grad = grad
+
+    def more(leaf: torch.Tensor) -> None:
+        leaf.grad.add_(torch.ones(2))
+
+    leaf.register_post_accumulate_grad_hook(more)
+    (leaf * other).sum().backward()
+    grad.add_(torch.ones(2))
+    assert said == [leaf, leaf, None]
+    assert leaf.grad is grad
+    assert private.accumulates_into(grad) is None
+
+
+@contract
 def will_accumulate() -> None:
     said: list[bool] = []
     used, unused = (torch.ones(2, requires_grad=True) for _ in range(2))

@@ -356,17 +356,11 @@ def assigned(model, mesh):
     model.head.weight.data = torch.zeros(200, 96)
 
 
-def uncompiled(model, mesh):
-    zcompile.offload(model, mesh=mesh, **BUDGETS)
-    model(*batch(0, mesh.get_local_rank())).backward()
-
-
 @pytest.mark.parametrize(
     ("case", "says"),
     [
         ("in_tiles", "stage=2 with tile_bytes=8192 is asked for, and several ranks"),
         ("assigned", "the .data of 'head.weight' is assigned, and several ranks"),
-        ("uncompiled", "comes from code outside of a compiled graph, and several ranks"),
     ],
 )
 def test_what_ranks_cannot_do_together_is_refused(pool, case, says):

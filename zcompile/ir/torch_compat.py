@@ -590,6 +590,16 @@ def will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)
 
 
+def accumulates_into(grad: Tensor) -> Tensor | None:
+    """The leaf to whose `.grad`, which is this tensor, autograd adds now, or hooks of that leaf are
+    called now; None otherwise."""
+    node: Any = torch._C._current_autograd_node()
+    if node is None or node.name() != "torch::autograd::AccumulateGrad":
+        return None
+    leaf: Tensor = node.variable
+    return leaf if grad_of(leaf) is grad else None
+
+
 def will_accumulate(param: Tensor) -> bool:
     """Whether the backward pass that is running now is to add to `param.grad`."""
     # As `torch.autograd.graph.get_gradient_edge` finds it, but past `__torch_dispatch__`.

@@ -518,6 +518,7 @@ class Session(Store):
         self.executor.recorder.stepped()
         self.executor.clocks.stepped()
         self.late.step_ended()
+        self.gradients.end_step()
 
     def settle(self) -> None:
         """Run the ops of a step that wait, and compute the late updates that do."""

@@ -90,6 +90,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     """
     if _is_view(func):
         return _view(cls, func, args, kwargs)
+    if func is aten.add_.Tensor and _is_brought_by_autograd(cls, *args, **kwargs):
+        return args[0]
+    if torch.is_grad_enabled():
+        _note_uses(cls, args, kwargs)
     if (fabric := fabric_of(cls, args, kwargs)) is not None:
         # What waits is agreed on later, all of it together, and before anything else.
         joined = _join(cls, func, args, kwargs)
@@ -137,6 +141,24 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if apps and apps[0].args is not args and _is_list_op(func):
         return [r[0] for r in results]
     return results[0]
+
+
+def _is_brought_by_autograd(cls: type, held: Any, grad: Any, **kwargs: Any) -> bool:
+    """Whether an addition was that of autograd to a gradient, and is done as that is to be."""
+    if kwargs or not isinstance(held, cls):
+        return False
+    if not isinstance(grad, Tensor) or isinstance(grad, cls):
+        return False  # a number, or one that rests here too
+    tiered: Any = held
+    return session_of(tiered.entry).gradients.add(tiered, grad)
+
+
+def _note_uses(cls: type, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Note the parameters whose use in an op autograd records."""
+    for tensor in leaves_of(args, kwargs):
+        if isinstance(tensor, cls) and tensor.requires_grad:  # type: ignore[attr-defined]  # a tensor
+            tiered: Any = tensor
+            session_of(tiered.entry).gradients.note_use(tiered.entry)
 
 
 def _join(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

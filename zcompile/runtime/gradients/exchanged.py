@@ -10,6 +10,9 @@ A gradient that is a widening cast of what compute made, as under autocast, cros
 half the bytes. Its parts are widened here, each before it is scaled and added, which loses nothing,
 so that the sum has the bits of one over wide parts.
 
+What code outside of compiled graphs brings comes by autograd, which adds up all uses of a parameter
+in a pass: the ranks agree that they exchange it, parameter by parameter.
+
 A gradient that leaves in tiles is exchanged tile by tile, and each tile becomes part of `.grad` as
 a whole one does: so it has the bits of one process with the same tiles. A rank has a part of a
 tile, or nothing.
@@ -24,9 +27,15 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import Unsupported
-from zcompile.ir.handles import Leaf
+from zcompile.ir.handles import Leaf, leaf_of
 from zcompile.ir.partition import SharedRange
-from zcompile.ir.torch_compat import after_backward, current_pass, hooks_of, materialised
+from zcompile.ir.torch_compat import (
+    accumulates_into,
+    after_backward,
+    current_pass,
+    hooks_of,
+    materialised,
+)
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.gradients.leaves import (
     accumulating_parameter,
@@ -86,6 +95,7 @@ class ExchangedGradients:
 
     wrap              makes a tiered tensor over an entry
     contributions_of  how many contributions the pass that runs brings to a parameter; 0: unknown
+    comes_alone       whether one may be added to the `.grad` of a parameter as it comes
     call_post_hooks   calls the post-accumulate hooks of a parameter, unless autograd does
     """
 
@@ -94,15 +104,19 @@ class ExchangedGradients:
         store: Store,
         wrap: Wrap,
         contributions_of: Callable[[Tensor], int],
+        comes_alone: Callable[[Tensor], bool],
         call_post_hooks: Callable[[Tensor], None],
     ) -> None:
         self._store, self._wrap = store, wrap
-        self._contributions_of, self._call_post_hooks = contributions_of, call_post_hooks
+        self._contributions_of, self._comes_alone = contributions_of, comes_alone
+        self._call_post_hooks = call_post_hooks
         self._sums: dict[tuple[int, int], _PassParts] = {}
         self._tiled: dict[tuple[int, int], _Tiles] = {}
         self._to_come: dict[tuple[int, int], int] = {}
         """Of sums that begin with a contribution in tiles, its elements that are still to come."""
         self._landing: list[_Landing] = []
+        self._came_to: tuple[int, set[int]] = -1, set()
+        """A pass, and the parameters that autograd has come to in it, and called hooks of."""
 
     def sees_wide(self, leaf: Leaf) -> bool:
         """Whether hooks of the parameter are to see its next gradient, in the dtype of that: what
@@ -173,7 +187,7 @@ class ExchangedGradients:
         if param is None:
             return
         key = current_pass(), leaf.key
-        if key not in self._sums and self._contributions_of(param) == 1:
+        if key not in self._sums and self._comes_alone(param):
             self._finalize(_PassParts(param, dtype, exchanged))
         elif (before := self._sums.get(key)) is not None:
             sums = self._fabric.added(before.exchanged, exchanged, dtype)
@@ -202,7 +216,7 @@ class ExchangedGradients:
             return
         key, dtype = (current_pass(), leaf.key), grad.dtype
         first = offset if tile is None else tile.home[0] // grad.element_size()
-        if key in self._tiled or (key not in self._sums and self._contributions_of(param) == 1):
+        if key in self._tiled or (key not in self._sums and self._comes_alone(param)):
             self._bring_home(key, param, grad, first, exchanged)
             return
         if key not in self._sums:
@@ -215,6 +229,86 @@ class ExchangedGradients:
         self._sums[key] = _PassParts(param, dtype, made)
         if left:
             self._to_come[key] = left - grad.numel()
+
+    # --- From outside of compiled graphs ---
+
+    def come_to(self, leaf: Leaf) -> None:
+        """Autograd has come to a parameter: what is added to its gradient now is a hook's."""
+        number = current_pass()
+        if self._came_to[0] != number:
+            self._came_to = number, set()
+        self._came_to[1].add(leaf.key)
+
+    def bring(self, leaf: Leaf, param: Any, grad: Tensor) -> None:
+        """Receive what autograd has made `.grad` of a parameter that had none, of uses outside of
+        compiled graphs: the gradient of this rank, which is exchanged now.
+
+        grad    any strides; not kept, not changed
+        raises  Unsupported, if a part of it is a user's; RanksDiffer, RankFailed
+        """
+        if param.grad_given or grad.layout is not torch.strided:
+            what = "was set to a plain tensor before backward" if param.grad_given else "is sparse"
+            raise Unsupported(
+                f"the .grad of {leaf.name!r} {what}, and several ranks train the model",
+                "set it when backward is over, on all ranks to the same values"
+                if param.grad_given
+                else "use a dense embedding (sparse=False)",
+            )
+        param.grad = None
+        self._join(leaf, param, grad)
+
+    def add(self, held: Any, grad: Tensor) -> bool:
+        """Receive what autograd is about to add to a gradient, as `bring`; whether it is autograd
+        who does, and not a hook.
+
+        held  the tiered gradient
+        """
+        param: Any = accumulates_into(held)
+        if param is None or getattr(param, "entry", None) is None:
+            return False
+        leaf, (number, params) = leaf_of(param._handle), self._came_to
+        if number == current_pass() and leaf.key in params:
+            return False
+        self._join(leaf, param, grad)
+        return True
+
+    def give(self, param: Any, grad: Tensor) -> None:
+        """Take over what a user has made `.grad` of a parameter: all ranks the same values, of
+        which each keeps its share.
+
+        raises  RanksDiffer, RankFailed
+        """
+        name = param._name_in_store()
+        flat = flattened(in_layout_of(param, grad.detach()))
+        self._fabric.agree("set a gradient", name, flat, text=f"of {name!r}")
+        part = param.entry.partition
+        share = flat.clone() if part is None else part.cut(flat)
+        entry = self._blank(param, share.nbytes)
+        self._store.put(entry, share.view(torch.uint8))
+        param.grad = self._wrap(entry, _layout_of(param, grad.dtype))
+
+    def _join(self, leaf: Leaf, param: Any, grad: Tensor) -> None:
+        """Make what autograd brings `.grad`, or add it to that, with what compiled graphs have
+        brought in this pass."""
+        exchanged, key = self._exchanged_now(param, grad), (current_pass(), leaf.key)
+        self._to_come.pop(key, None)
+        if (before := self._sums.pop(key, None)) is not None:
+            exchanged = self._fabric.added(before.exchanged, exchanged, grad.dtype)
+        self._make_or_add(_PassParts(param, grad.dtype, exchanged))
+        self.land()
+
+    def _exchanged_now(self, param: Any, grad: Tensor) -> Exchanged:
+        """Let the ranks exchange a gradient that no schedule has; they agree on that first."""
+        name, part = param._name_in_store(), param.entry.partition
+        flat = flattened(in_layout_of(param, grad.detach()))
+        self._fabric.agree(
+            "exchange a gradient that was made outside of compiled graphs",
+            *(name, tuple(param.size()), flat.dtype),
+            text=f"of {name!r}",
+        )
+        return self._fabric.exchange(flat.clone(), part, name, [])  # type: ignore[no-any-return]
+
+    # --- Sums of a pass ---
 
     def _flush_at_the_end_of(self, number: int) -> None:
         """Finalize what a pass has brought when it ends, unless that is asked for already."""
@@ -254,13 +348,16 @@ class ExchangedGradients:
         return fabric
 
     def _finalize(self, held: _PassParts) -> None:
-        """Make what all ranks bring `.grad`, or add it to that."""
+        """Make what all ranks bring `.grad`, or add it to that, and call hooks."""
+        self._make_or_add(held)
+        self._call_post_hooks(held.param)
+
+    def _make_or_add(self, held: _PassParts) -> None:
         param: Any = held.param
         if param.grad is None:
             param.grad = self._stored(held)
         else:
             self._add(held)
-        self._call_post_hooks(param)
 
     def _stored(self, held: _PassParts) -> Tensor:
         """The mean over ranks, in a new entry: a share, if the parameter is one."""

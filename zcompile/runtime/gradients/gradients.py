@@ -20,6 +20,7 @@ from zcompile.ir.handles import Leaf, leaf_of
 from zcompile.ir.schedule import Cast
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.torch_compat import (
+    accumulates_into,
     after_backward,
     current_pass,
     hooks_of,
@@ -81,6 +82,9 @@ class Gradients:
         """Calls that were made: tie to the node, and the parameter's id of each contribution."""
         self._unknown_pass: set[int] = set()
         """Ids of parameters to which a call contributes whose node was not found."""
+        self._used_outside: set[int] = set()
+        """Keys of the entries of parameters of which uses outside of compiled graphs were recorded
+        by autograd in this step: it may add to their gradients as well."""
         self._numbers = count()
         self._dead_nodes = Dead()
         """To nodes that have died."""
@@ -95,7 +99,9 @@ class Gradients:
         """Sums of what is at home, which are calls of their own and wait for the end of the call
         that runs; None, if none runs."""
         self._shared = SharedGradients(self._move_to_store)
-        self.exchanged = ExchangedGradients(store, wrap, self._contributions_of, _call_post_hooks)
+        self.exchanged = ExchangedGradients(
+            store, wrap, self._contributions_of, self._comes_alone, _call_post_hooks
+        )
         self.on_device = DeviceGradients(
             store, wrap, norms, self._sole_parameters, self._store_result
         )
@@ -250,7 +256,43 @@ class Gradients:
         """Whether the contribution that begins is all that this pass gives to `param`."""
         if hooks_of(param)[0] or key in self._sums:
             return False
-        return self._contributions_of(param) == 1
+        return self._comes_alone(param)
+
+    def _comes_alone(self, param: Tensor) -> bool:
+        """Whether a contribution may be added to `.grad` as it comes. What autograd may bring as
+        well is added to it first, unless there is no `.grad` yet, where the order is all one; not
+        so where ranks add up what each of them has made of both."""
+        if self._contributions_of(param) != 1:
+            return False
+        tiered: Any = param
+        first = param.grad is None and self._store.fabric is None
+        return first or tiered.entry.key not in self._used_outside
+
+    def note_use(self, entry: Entry) -> None:
+        """Autograd has recorded a use of a parameter outside of compiled graphs."""
+        self._used_outside.add(entry.key)
+
+    def end_step(self) -> None:
+        """An optimizer's step is over: uses that come now are of another."""
+        self._used_outside.clear()
+
+    def add(self, held: Any, grad: Tensor) -> bool:
+        """Add what autograd has added up for a parameter to its gradient; whether that was to be
+        done otherwise than by adding it, and is done: with other contributions of the pass.
+
+        held  the tiered gradient that autograd is about to add to, if it is autograd
+        """
+        if self._store.fabric is not None:
+            return self.exchanged.add(held, grad)
+        if not self._sums or (param := accumulates_into(held)) is None or hooks_of(param)[0]:
+            return False
+        tiered: Any = param
+        found = self._sums.pop((current_pass(), leaf_of(tiered._handle).key), None)
+        if found is None:
+            return False
+        _add_in_place(found.total, grad)
+        _add_in_place(held, found.total)
+        return True
 
     def _start_tiles(
         self, key: tuple[int, int], param: Tensor, dtype: torch.dtype
@@ -334,19 +376,21 @@ class Gradients:
                 self.adopt(param)
 
     def _adopt_exchanged(self, param: Any) -> None:
-        """As `adopt`, where several ranks train the model: only what they exchanged is a gradient.
+        """As `adopt`, where several ranks train the model: they exchange what autograd has made,
+        and compare what a user gives.
 
-        raises  Unsupported
+        raises  Unsupported, RanksDiffer, RankFailed
         """
-        self.exchanged.flush((current_pass(), leaf_of(param._handle).key))
-        if param.grad is not None and not isinstance(getattr(param.grad, "entry", None), Entry):
-            param.grad = None
-            raise Unsupported(
-                f"a gradient of {param._name_in_store()!r} comes from code outside of a compiled "
-                "graph, and several ranks train the model: they have not exchanged it",
-                'compile the whole model (torch.compile(model, backend="zinf")), loss included or '
-                "not, and let no part of it run outside; evaluation does, under torch.no_grad()",
-            )
+        leaf, grad = leaf_of(param._handle), param.grad
+        in_pass = current_pass() >= 0
+        if in_pass:
+            self.exchanged.come_to(leaf)
+        if grad is None or isinstance(getattr(grad, "entry", None), Entry):
+            self.exchanged.flush((current_pass(), leaf.key))
+        elif in_pass:
+            self.exchanged.bring(leaf, param, grad)
+        else:
+            self.exchanged.give(param, grad)
 
     @uninterrupted
     def _move_to_store(self, param: Tensor) -> None:

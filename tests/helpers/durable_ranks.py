@@ -118,14 +118,14 @@ def trained(
     fault: Fault | None = None,
     resumes: bool = True,
     nodes: Sequence[str] = (),
-    late: bool = False,
+    late_on: Sequence[int] = (),
     **fields: Any,
 ) -> dict[str, Any]:
     """Go on from what is in `disk`: the step that was found, digests there and at the end.
 
     nodes  the machine that each rank takes itself to be on; each has a directory of its own, below
            `disk`, and sees no other
-    late   let all updates be late that may be, once a step is planned
+    late_on  ranks all of whose updates are late that may be, once a step is planned
     """
     if nodes:
         socket.gethostname = lambda: nodes[rank]
@@ -146,7 +146,7 @@ def trained(
         found["begun"] = state_of(model, optimizer)
         compiled = torch.compile(model, backend="zinf")
         faulty.inside = True
-        with everything_late(late):
+        with everything_late(rank in late_on):
             for step in range(found["found"], found["found"] + steps):
                 train(model, compiled, optimizer, rank, ranks, steps=[step])
                 found["done"] = step + 1

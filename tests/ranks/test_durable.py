@@ -3,6 +3,8 @@ with another number of ranks."""
 
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -62,8 +64,8 @@ def calls(tmp_path_factory) -> list[str]:
     return run(2, str(tmp_path_factory.mktemp("calm")), STEPS)[1]["calls"]
 
 
-def killed(expected, disk, fault, victim, together, steps=STEPS, **named):
-    """Kill ranks at one call of one of them; the step that all resume at."""
+def killed(expected, disk, fault, victim, together, steps=STEPS, then=2, **named):
+    """Kill ranks at one call of one of them; the step that all resume at, of `then` ranks."""
     group = Group(2, str(disk), steps, faults={victim: fault}, **named)
     found = group.outcomes(together)
     assert found[victim] is None, "it was killed"
@@ -74,7 +76,7 @@ def killed(expected, disk, fault, victim, together, steps=STEPS, **named):
         assert kind == "RankFailed", text
         assert f"rank {victim} on " in text
         assert "is gone" in text
-    step, _ = check_resumes(expected, 2, disk, MORE)
+    step, _ = check_resumes(expected, then, disk, MORE)
     if other is not None:
         done = other.get("done", 0)
         assert step in (done, done + 1), "more than the step in flight is lost"
@@ -94,11 +96,18 @@ SLOW_LINKS = {"device_memory": "500KiB", "throttle": {"h2d": "200MB/s", "d2h": "
 
 
 @pytest.fixture(scope="module")
-def late_calls(tmp_path_factory) -> int:
-    """How many calls on files a rank makes in `LATE_STEPS` steps."""
-    found = run(2, str(tmp_path_factory.mktemp("late")), LATE_STEPS, late=True, **SLOW_LINKS)
-    assert all(one["late"] for one in found), "updates are to come when the last step has ended"
-    return len(found[1]["calls"])
+def late_calls(tmp_path_factory) -> Callable[[tuple[int, ...]], list[int]]:
+    """How many calls on files each rank makes in `LATE_STEPS` steps, updates of which are late."""
+
+    @cache
+    def calls(late_on):
+        disk = str(tmp_path_factory.mktemp("late"))
+        found = run(2, disk, LATE_STEPS, late_on=late_on, **SLOW_LINKS)
+        late = [bool(one["late"]) for one in found]  # when the last step has ended
+        assert late == [rank in late_on for rank in range(2)]
+        return [len(one["calls"]) for one in found]
+
+    return calls
 
 
 @pytest.mark.slow  # at a call of a step without a plan, above
@@ -106,9 +115,12 @@ def late_calls(tmp_path_factory) -> int:
 def test_ranks_that_are_killed_while_updates_are_to_come_resume_at_one_step(
     expected, late_calls, tmp_path, turn
 ):
-    fault = Fault(late_calls - late_calls * (2 * turn + 1) // 96, made=turn % 2 == 0)
-    of_steps = {"steps": LATE_STEPS, "late": True, **SLOW_LINKS}
-    killed(expected, tmp_path, fault, turn % 2, turn % 3 == 0, **of_steps)
+    late_on, then = ((0, 1), (0,), (1,))[turn % 3], (2, 1, 4)[turn // 3 % 3]
+    victim = turn % 2
+    calls = late_calls(late_on)[victim]
+    fault = Fault(calls - 1 - calls * (2 * turn + 1) // 96, made=turn // 2 % 2 == 0)
+    of_steps = {"steps": LATE_STEPS, "late_on": late_on, **SLOW_LINKS}
+    killed(expected, tmp_path, fault, victim, turn % 4 == 0, then=then, **of_steps)
 
 
 def once_committed(disk, rank, step) -> Fault:

@@ -255,6 +255,30 @@ def test_ranks_that_differ_in_it_are_told(pool):
         assert "partition=slices" in text
 
 
+def added_after_temporaries(mesh, path):
+    """Make a temporary on one rank alone, then take in a weight, and save it."""
+    model = zcompile.offload(words(blocks=1), mesh=mesh, **ROOMY, partition="owner")
+    if mesh.get_local_rank():
+        torch.zeros_like(model.head.weight.detach()[:190])
+    model.more = torch.nn.Linear(256, 256, bias=False)
+    torch.nn.init.constant_(model.more.weight, 0.5)
+    zcompile.offload(model)
+    owner = model.more.weight.entry.partition.owner
+    zcompile.save(path, model)
+    zcompile.close(model)
+    return owner
+
+
+def test_what_a_rank_makes_for_itself_changes_no_owner(pool, tmp_path):
+    path = tmp_path / "run"
+    first, second = pool.run(added_after_temporaries, 2, str(path))
+    assert first == second
+    plain = words(blocks=1)
+    plain.more = torch.nn.Linear(256, 256, bias=False)
+    zcompile.load(plain, path)
+    assert torch.equal(plain.more.weight, torch.full((256, 256), 0.5))
+
+
 def told_at_the_second_try(mesh):
     """Take in three more weights, at first with a rank that cannot; who holds what then."""
     model = zcompile.offload(words(blocks=1), mesh=mesh, **ROOMY, partition="owner")

@@ -620,9 +620,12 @@ class DurableSource:
         return self._tensors.get(name)
 
     def read(self, kept: StoredTensor) -> Tensor:
-        """The bytes of a tensor, or of this rank's share, with its update: uint8 [kept.nbytes], or
-        fewer, of what is filled up."""
+        """The bytes of a tensor, or of this rank's share, with its update: uint8 [kept.nbytes]."""
         return self._late.value(kept.name) if kept.name in self._late else self._copier.read(kept)
+
+    def forget(self) -> None:
+        """Let what was computed last go, of which other ranks have parts as large."""
+        self._late.forget()
 
     def layout_of(self, kept: StoredTensor) -> Layout:
         """Of the whole tensor. raises  DurableDamaged"""
@@ -733,4 +736,5 @@ class SharedSource:
             if low < high:
                 share = source.read(kept)[(low - begin) * width : (high - begin) * width]
                 found[(low - first) * width : (high - first) * width] = share
+                source.forget()
         return found

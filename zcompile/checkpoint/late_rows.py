@@ -175,6 +175,11 @@ class UpdatesToCome:
             self._last = row, self._computed(row)
         return self._last[1][name]
 
+    def forget(self) -> None:
+        """Let go what is kept of the last row that was computed, in case another of its tensors is
+        asked for next."""
+        self._last = None
+
     def _computed(self, row: _Row) -> dict[str, Tensor]:
         """The bytes of what a row writes."""
         raw = {c.tensor: self._read(self._tensors[c.tensor]) for c in row.columns}

@@ -141,6 +141,8 @@ def _seen_as(tensor: TieredTensor) -> str:
         text += f" from element {layout.offset} on"
     text += ", conjugate" if layout.conj else ""
     text += ", negative" if layout.neg else ""
+    if entry.partition is not None and entry.partition.owner is not None:
+        text += f", with rank {entry.partition.owner}"
     return f"{text}, of {entry.whole_bytes} bytes"
 
 

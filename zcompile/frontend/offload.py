@@ -213,7 +213,8 @@ def move_in(session: Session, model: nn.Module) -> nn.Module:
         told = told_to_ranks(session.fabric)
         with told, working("offloading the model", nbytes, show_size) as work:
             if session.fabric is not None:
-                agree_on_parameters(session.fabric, plain)
+                held = None if session.owners is None else session.owners.nbytes
+                agree_on_parameters(session.fabric, plain, held)
             for name, param in plain:
                 deliver_interrupts()
                 work.begin(name)

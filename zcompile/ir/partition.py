@@ -10,7 +10,8 @@ links of one rank alone, and is there to be compared with. Other ranks have a sh
 elements, of padding alone, so that nothing else need know of shares that are empty.
 """
 
-from collections.abc import Iterable
+import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -99,33 +100,37 @@ class Partition:
 
 
 def partition_of(
-    layout: Layout, rank: int, ranks: int, owners: "Owners | None" = None
+    layout: Layout, rank: int, ranks: int, owner: Callable[[int], int] | None = None
 ) -> Partition | None:
     """How a tensor is divided; None, if every rank holds all of it.
 
     That is so of small ones, whose collectives would cost more than their bytes, and of those that
     have gaps or read as something else than their bytes.
 
-    owners  choose the one rank that holds all of it; None: each holds a slice
+    owner  chooses the one rank that holds all of so many bytes; None: each holds a slice
     """
     if layout.nbytes <= SMALL_BYTES or not layout.covers(layout.nbytes):
         return None
-    owner = None if owners is None else owners.next(layout.nbytes)
-    return Partition(layout.numel, rank, ranks, owner)
+    return Partition(layout.numel, rank, ranks, None if owner is None else owner(layout.nbytes))
 
 
 class Owners:
-    """Chooses a rank for each tensor, one after the other: the one with the fewest bytes so far, of
-    those the first. All ranks ask for the same tensors in the same order, and so agree."""
+    """Chooses a rank for each parameter, one after the other: the one with the fewest bytes so far,
+    of those the first. All ranks have the same parameters in the same order, and so agree. Whatever
+    else a rank makes, be it of its own, chooses by its name alone."""
 
     def __init__(self, ranks: int) -> None:
         self._nbytes = [0] * ranks
 
     def next(self, nbytes: int) -> int:
-        """The owner of a tensor of so many bytes."""
+        """The owner of a parameter of so many bytes."""
         owner = self._nbytes.index(min(self._nbytes))
         self._nbytes[owner] += nbytes
         return owner
+
+    def named(self, name: str) -> int:
+        """The owner of what is no parameter."""
+        return zlib.crc32(name.encode()) % len(self._nbytes)
 
     @property
     def nbytes(self) -> tuple[int, ...]:
@@ -217,8 +222,7 @@ def range_of_fetch(spec: ParamSpec, brings: Layout) -> SharedRange | None:
     if not brings.dense or brings.numel >= spec.layout.numel:
         if spec.one_owner is None:
             return None
-        itemsize = spec.layout.dtype.itemsize
-        return shared_range(spec, 0, spec.nbytes // itemsize, itemsize)
+        return shared_range(spec, 0, spec.layout.numel, brings.dtype.itemsize)
     return shared_range(spec, brings.offset, brings.numel, brings.dtype.itemsize)
 
 

@@ -488,7 +488,8 @@ class Fabric:
         """
         owner, nbytes = partition.owner, partition.count * itemsize
         whole = partition.numel * itemsize
-        self.agree("read", name, whole if owner is not None else nbytes, owner, text=repr(name))
+        who = "" if owner is None else f", which rank {owner} holds"
+        self.agree("read", name, whole if who else nbytes, owner, text=f"{name!r}{who}")
         lent = nbytes * self.size if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it
             memory = torch.empty(lent, dtype=torch.uint8, device="cpu")

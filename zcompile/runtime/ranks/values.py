@@ -15,15 +15,20 @@ MOST_NAMED = 3
 """Most parameters that a warning names."""
 
 
-def agree_on_parameters(fabric: Fabric, params: Sequence[tuple[str, Tensor]]) -> None:
+def agree_on_parameters(
+    fabric: Fabric, params: Sequence[tuple[str, Tensor]], held: Sequence[int] | None = None
+) -> None:
     """Check that all ranks have the same parameters, whatever their values.
 
+    held    bytes of which each rank is the owner with them; None: each has a slice of all
     raises  RanksDiffer
     """
     rows = [(name, tuple(p.size()), p.stride(), p.dtype, p.requires_grad) for name, p in params]
     total = sum(p.numel() for _, p in params)
     text = f"with {len(rows)} parameters of {total} elements: {', '.join(n for n, _ in params)}"
-    fabric.agree("offload a model", *rows, text=text)
+    if held is not None:
+        text += f"; by rank the ranks own {', '.join(map(str, held))} bytes"
+    fabric.agree("offload a model", *rows, held, text=text)
 
 
 def tell_of_other_values(names: Sequence[str]) -> None:

@@ -545,9 +545,18 @@ class Store:
             if like is not None and like.covers and like.numel() == layout.numel and layout.dense:
                 part = like.entry.partition
             else:
-                part = partition_of(layout, self.fabric.rank, self.fabric.size, self.owners)
+                owner = None
+                if self.owners is not None:
+                    param = kind is EntryKind.PARAM
+                    owner = self.owners.next if param else partial(self._owner_named, name)
+                part = partition_of(layout, self.fabric.rank, self.fabric.size, owner)
         nbytes = layout.nbytes if part is None else part.count * layout.dtype.itemsize
         return self.create(name, kind, nbytes, unset=unset, partition=part)
+
+    def _owner_named(self, name: str, nbytes: int) -> int:
+        """The rank that holds all of what is no parameter, and not divided as one is."""
+        assert self.owners is not None, "ranks own tensors"
+        return self.owners.named(name)
 
     @uninterrupted
     def widen(self, entry: Entry) -> None:

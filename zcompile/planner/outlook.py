@@ -34,6 +34,7 @@ from zcompile.planner.step_plan import (
     plan_whole_or_not,
     plan_with_wholes,
     stay_and_scratch,
+    widened_or_not,
 )
 from zcompile.planner.whole_step import gathered_in, with_wholes
 
@@ -223,6 +224,7 @@ def evaluated(
         planned = plan_with_wholes(step, not_late, wanted)
     elif several and terms.stage != 3:
         planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
+    planned = widened_or_not(step, planned, arena_bytes, seconds)
     step, base = as_planned(step, planned), step
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes

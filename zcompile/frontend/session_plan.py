@@ -126,6 +126,10 @@ def plan_of(
             return here_or_on_host(step, planned(step, kept, windows))
 
         def widened(plan: StepPlan) -> StepPlan:
+            # Entries that keep the addresses of a plan before may leave holes, for which a window
+            # that leaves nothing over has no room.
+            if session.homes.device.planned_bytes:
+                return plan
             return widened_or_not(step, plan, room.nbytes["device"], seconds)
 
         if wholes:

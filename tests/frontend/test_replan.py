@@ -75,6 +75,26 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     assert same(model, expected(batches=batches))
 
 
+def test_only_a_first_plan_streams_through_all_that_residents_leave(monkeypatch):
+    """Entries that keep their addresses may leave holes that a later one needs to have room."""
+    asked = []
+
+    def noted(step, plan, *_):
+        asked.append(plan)
+        return plan
+
+    monkeypatch.setattr(session_plan, "widened_or_not", noted)
+    fields = {"device_memory": Bytes(ARENAS["half"] + held_bytes()), "throttle": THROTTLE}
+    model, compiled = offloaded(**fields)
+    train(model, compiled, adamw(model))
+    controller = session_behind(model).controller
+    first = len(asked)
+    assert first > 0
+    assert session_behind(model).homes.device.planned_bytes > 0
+    controller.planned(controller._base)
+    assert len(asked) == first
+
+
 @pytest.mark.slow  # what goes wrong is tested by itself: test_a_view_that_inference_met_first_...
 def test_a_step_may_be_planned_by_an_evaluation():
     def make(model: nn.Module) -> torch.optim.Optimizer:

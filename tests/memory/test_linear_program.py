@@ -63,3 +63,40 @@ def test_a_name_is_given_once():
     program = diet()
     with pytest.raises(AssertionError, match="x is there already"):
         program.column("x")
+
+
+def knapsack(*weights: float) -> LinearProgram:
+    """The number of pieces of each weight, at most one, that weigh 10 together at most."""
+    program = LinearProgram()
+    for n in range(len(weights)):
+        program.only_whole(program.column(n, highest=1.0))
+    program.at_most(10.0, *enumerate(weights))
+    return program
+
+
+def test_whole_numbers_are_found_that_no_rounding_finds():
+    program, worth = knapsack(6.0, 5.0, 5.0), [(0, -6.6), (1, -5.0), (2, -5.0)]
+    split = program.minimised(*worth)
+    assert split is not None
+    assert split.values[0] == pytest.approx(1.0), "most for its weight; then there is no room"
+    whole = program.minimised_whole(0.0, 100, *worth)
+    assert whole is not None
+    assert whole.values == pytest.approx({0: 0.0, 1: 1.0, 2: 1.0})
+    assert whole.cost == pytest.approx(-10.0)
+    assert split.cost < whole.cost
+
+
+def test_columns_that_need_not_be_whole_are_split_beside_those_that_must():
+    program = knapsack(6.0)
+    program.column("some", highest=1.0)
+    program.at_most(10.0, (0, 6.0), ("some", 8.0))
+    found = program.minimised_whole(0.0, 100, (0, -6.0), ("some", -1.0))
+    assert found is not None
+    assert found.values == pytest.approx({0: 1.0, "some": 0.5})
+
+
+def test_where_no_whole_numbers_keep_to_all_rows_there_are_none():
+    program = knapsack(6.0)
+    program.exactly(3.0, (0, 6.0))
+    assert program.minimised((0, 1.0)) is not None
+    assert program.minimised_whole(0.0, 100, (0, 1.0)) is None

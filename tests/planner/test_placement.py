@@ -13,7 +13,16 @@ from zcompile.ir.step import EntryFact, StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.planner.placement import Placement, Room, evaluate, group, place
+from zcompile.machine.staging import lane_bytes
+from zcompile.planner.placement import (
+    WHOLE_GAP,
+    Placement,
+    Room,
+    evaluate,
+    group,
+    place,
+    with_late_writes,
+)
 
 LAYERS = 4
 NOTHING: Mapping[Phase, float] = {}
@@ -173,6 +182,64 @@ def test_no_placement_of_whole_entries_is_below_the_least(device):
         some = Placement(dict(zip(keys, homes, strict=True)), 0.0, 0.0)
         if capacities_hold(made, some, given_room):
             assert evaluate(groups, some.homes, NOTHING, links)[0] >= least * (1 - 1e-6)
+
+
+UNLIKE = [3 * MiB, 5 * MiB, 7 * MiB]
+"""Weights of which a share is no number of whole ones."""
+
+
+def groups_of(made: StepTrace, on: Machine, links: Mapping[str, Link], given: Room):
+    """The groups of a step on a machine with other links."""
+    return group(made, replace(on, links=links), given)
+
+
+def best_by_trial(made: StepTrace, slowly: Machine, given: Room, compute, late: int) -> float:
+    """Seconds of the best placement of whole entries, by trying all that fit."""
+    groups, keys, best = group(made, slowly, given), list(made.facts), float("inf")
+    for tiers in itertools.product(given.nbytes, repeat=len(keys)):
+        some = Placement(dict(zip(keys, tiers, strict=True)), 0.0, 0.0)
+        if capacities_hold(made, some, given):
+            takes = with_late_writes(groups, some.homes, compute, slowly.links, late)
+            best = min(best, takes)
+    return best
+
+
+@pytest.mark.parametrize("device", [6, 10, 17])
+def test_whole_numbers_find_the_best_placement_where_rounding_misses_it(device):
+    made, compute = step(UNLIKE, states=1), {Phase.FORWARD: 2e-3, Phase.BACKWARD: 3e-3}
+    given = room(device * MiB, GiB)
+    best = best_by_trial(made, machine(), given, compute, 0)
+    rounded = place(made, machine(), given, compute)
+    whole = place(made, machine(), given, compute, whole=True)
+    assert capacities_hold(made, whole, given)
+    assert best <= whole.rounded_seconds <= best * (1 + WHOLE_GAP)
+    assert rounded.least_seconds <= best * (1 + 1e-6)
+    assert rounded.rounded_seconds >= whole.rounded_seconds
+    if device == 10:
+        assert rounded.rounded_seconds > best * (1 + WHOLE_GAP), "else nothing is shown"
+
+
+def test_what_is_written_late_counts_where_forward_has_time_for_it():
+    made, hidden = step(SIZES), {Phase.FORWARD: 100.0, Phase.BACKWARD: 100.0, Phase.STEP: 0.0}
+    given = Room({"device": MiB, "host": 8 * MiB, "disk": GiB}, ring_bytes=64 * MiB)
+    links = machine().links | {"disk_write": Link("disk_write", MiB / 4)}
+    slowly = replace(machine(), links=links)
+    placement = place(made, slowly, given, hidden)
+    assert placement.least_seconds <= placement.rounded_seconds < placement.seconds
+    groups = group(made, slowly, given)
+    for late, seconds in (
+        (0, placement.seconds),
+        (lane_bytes(64 * MiB), placement.rounded_seconds),
+    ):
+        takes = with_late_writes(groups, placement.homes, hidden, links, late)
+        assert takes == pytest.approx(seconds)
+    # All that the step writes to disk, and then no more, may be written while others compute.
+    most = with_late_writes(groups, placement.homes, hidden, links, GiB)
+    writes = links["disk_write"]
+    without = links | {"disk_write": replace(writes, bytes_per_s=1e15)}
+    assert most == pytest.approx(
+        evaluate(groups_of(made, slowly, without, given), placement.homes, hidden, without)[0]
+    )
 
 
 def test_shares_are_spread_over_the_layers():

@@ -19,7 +19,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.optimizer_step import DEEP
 from zcompile.ir.schedule import Fetch, Run, Schedule, Store, Wait
 from zcompile.ir.step import StepTrace
-from zcompile.ir.types import Phase
+from zcompile.ir.types import ALIGNMENT, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
@@ -217,6 +217,61 @@ def test_of_plans_that_take_as_long_the_one_with_the_fewest_transfers_is_taken(t
     assert fastest.seconds < plan.seconds <= NEAR * fastest.seconds
     near = [other for other in tried if other.seconds <= NEAR * fastest.seconds]
     assert plan.transfers == min(other.transfers for other in near) < fastest.transfers
+
+
+def test_a_placement_by_whole_numbers_is_tried_where_all_that_were_rounded_are_far_from_it(
+    monkeypatch,
+):
+    made = step_plan.place
+
+    def clumsy(*args):
+        *terms, whole = args
+        found = made(*terms, True)
+        if whole:
+            return found
+        far = dict.fromkeys(found.homes, "host")
+        return replace(found, homes=far, rounded_seconds=2 * found.rounded_seconds)
+
+    monkeypatch.setattr(step_plan, "place", clumsy)
+    plan = planned(budget(1 / 4))
+    assert plan.resident_bytes > budget(1 / 8)
+    monkeypatch.setattr(step_plan, "ROUNDED_BADLY", 1e9)  # nothing promises as much
+    without = planned(budget(1 / 4))
+    assert without.resident_bytes == 0
+    assert plan.seconds < without.seconds
+
+
+def seconds_of(made, homes):
+    return simulate(made, COSTS, homes).step_s
+
+
+def narrowed(plan: StepPlan, window: int) -> StepPlan:
+    """`plan` with a window of so many bytes."""
+    arena = replace(plan.arena, window_bytes=window)
+    made = arranged(recorded(), plan.placement.homes, arena)
+    return replace(plan, arena=arena, step=made, seconds=seconds_of(made, plan.placement.homes))
+
+
+def test_what_residents_leave_is_streamed_through_where_that_is_faster():
+    device = budget(1 / 4)
+    whole = plan_of(device)
+    left = (device - whole.resident_bytes) // ALIGNMENT * ALIGNMENT
+    plan = narrowed(whole, 64 * KiB)  # of the largest weight
+    wider = step_plan.widened_or_not(recorded(), plan, device, seconds_of)
+    assert wider.arena.window_bytes == left
+    assert wider.placement is plan.placement
+    assert wider.seconds == pytest.approx(narrowed(whole, left).seconds)
+    assert wider.seconds < plan.seconds
+    assert wider.peak_bytes <= device
+    for call in wider.step.calls:
+        verify_schedule(call.schedule)
+    assert step_plan.widened_or_not(recorded(), wider, device, seconds_of) is wider
+
+
+def test_a_wider_window_is_left_unused_where_it_makes_nothing_faster():
+    plan = narrowed(plan_of(budget(1 / 4)), 64 * KiB)
+    as_fast = step_plan.widened_or_not(recorded(), plan, budget(1 / 4), lambda *_: plan.seconds)
+    assert as_fast is plan
 
 
 def test_the_least_computes_as_where_everything_rests_however_it_was_recorded():

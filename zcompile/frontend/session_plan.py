@@ -38,6 +38,7 @@ from zcompile.planner.step_plan import (
     plan_whole_or_not,
     plan_with_wholes,
     stay_and_scratch,
+    widened_or_not,
 )
 from zcompile.planner.whole_step import NO_WHOLES, gathered_in, with_wholes
 from zcompile.runtime.probe import machine_for, paced
@@ -124,8 +125,15 @@ def plan_of(
         def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
             return here_or_on_host(step, planned(step, kept, windows))
 
+        def widened(plan: StepPlan) -> StepPlan:
+            # Entries that keep the addresses of a plan before may leave holes, for which a window
+            # that leaves nothing over has no room.
+            if session.homes.device.planned_bytes:
+                return plan
+            return widened_or_not(step, plan, room.nbytes["device"], seconds)
+
         if wholes:
-            return plan_with_wholes(step, not_late, frozenset(wholes))
+            return widened(plan_with_wholes(step, not_late, frozenset(wholes)))
         if may_be_late:
             plan = plan_late_or_not(
                 step, planned, kept, room, chunk_bytes, seconds, window, commits
@@ -135,7 +143,8 @@ def plan_of(
         plan = here_or_on_host(step, plan)
         if wholes is None:
             plan = plan_whole_or_not(step, plan, not_late, arena_bytes - window)
-        return plan_narrow_or_not(step, plan, not_late, session.reading_copies, room, copies)
+        plan = plan_narrow_or_not(step, plan, not_late, session.reading_copies, room, copies)
+        return widened(plan)
 
 
 def may_update_on_host(session: Session) -> bool:

@@ -9,7 +9,8 @@ programs divide is the room of a tier.
 """
 
 import logging
-from collections.abc import Hashable, Mapping
+import math
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ class LinearProgram:
 
     def __init__(self) -> None:
         self._columns: dict[Column, int] = {}
+        self._whole: set[int] = set()
         self._bounds: list[tuple[float, float | None]] = []
         self._upper: list[tuple[tuple[Term, ...], float]] = []
         self._equal: list[tuple[tuple[Term, ...], float]] = []
@@ -46,6 +48,10 @@ class LinearProgram:
         self._columns[name] = len(self._columns)
         self._bounds.append((lowest, highest))
         return name
+
+    def only_whole(self, name: Column) -> None:
+        """Let a column be a whole number, in `minimised_whole`."""
+        self._whole.add(self._columns[name])
 
     def __contains__(self, name: Column) -> bool:
         return name in self._columns
@@ -64,11 +70,8 @@ class LinearProgram:
         # Here, since it takes 0.8 s, and a graph that fits its budget asks for no optimum.
         from scipy.optimize import linprog
 
-        weights = [0.0] * len(self._columns)
-        for name, factor in costs:
-            weights[self._columns[name]] += factor
         found = linprog(
-            weights,
+            self._weights(costs),
             A_ub=self._matrix([terms for terms, _ in self._upper]),
             b_ub=[limit for _, limit in self._upper],
             A_eq=self._matrix([terms for terms, _ in self._equal]),
@@ -79,6 +82,52 @@ class LinearProgram:
         if not found.success:
             log.info("a linear program has no optimum: %s", found.message)
             return None
+        return self._told(found)
+
+    def minimised_whole(self, gap: float, nodes: int, *costs: Term) -> Optimum | None:
+        """The same with whole numbers where those are asked for (`only_whole`): the least, or what
+        is known to be within `gap` of it; after so many nodes of the search the best that was seen.
+        None, if none was.
+
+        gap    part of the least
+        nodes  of a tree of linear programs; no clock ends the search, so that the answer is the
+               same on each machine
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        upper, equal = [x for _, x in self._upper], [x for _, x in self._equal]
+        rows = [
+            LinearConstraint(self._matrix([terms for terms, _ in of]), low, high)
+            for of, low, high in (
+                (self._upper, [-math.inf] * len(upper), upper),
+                (self._equal, equal, equal),
+            )
+            if of
+        ]
+        found = milp(
+            self._weights(costs),
+            integrality=[int(n in self._whole) for n in range(len(self._columns))],
+            bounds=Bounds(
+                [low for low, _ in self._bounds],
+                [math.inf if high is None else high for _, high in self._bounds],
+            ),
+            constraints=rows,
+            options={"mip_rel_gap": gap, "node_limit": nodes},
+        )
+        if found.x is None:
+            log.info("no whole numbers were found that keep to all rows: %s", found.message)
+            return None
+        return self._told(found)
+
+    def _weights(self, costs: Sequence[Term]) -> list[float]:
+        """The factor of each column in what is least."""
+        weights = [0.0] * len(self._columns)
+        for name, factor in costs:
+            weights[self._columns[name]] += factor
+        return weights
+
+    def _told(self, found: Any) -> Optimum:
+        """What a solver of scipy found."""
         values = {name: float(found.x[n]) for name, n in self._columns.items()}
         return Optimum(values, float(found.fun))
 

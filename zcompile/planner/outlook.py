@@ -5,9 +5,10 @@ prints the answer.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from zcompile.errors import ConfigInvalid
+from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.ir.schedule import Run
 from zcompile.ir.step import StepTrace, Timeline
 from zcompile.ir.types import HELD, EntryRef, Phase, aligned
@@ -34,6 +35,7 @@ from zcompile.planner.step_plan import (
     plan_whole_or_not,
     plan_with_wholes,
     stay_and_scratch,
+    widened_or_not,
 )
 from zcompile.planner.whole_step import gathered_in, with_wholes
 
@@ -228,6 +230,7 @@ def evaluated(
         planned = plan_with_wholes(step, not_late, wanted)
     elif several and terms.stage != 3:
         planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
+    planned = widened_or_not(step, planned, arena_bytes, seconds)
     step, base = as_planned(step, planned), step
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes
@@ -366,9 +369,15 @@ def shadow_prices(
         window = planned.arena.window_bytes
         beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
         stay = planned.placement.stay
-        homes = place(step, machine, replace(larger, nbytes=beside), demand.phases_s, stay).homes
-        made_again = arranged(step, homes, planned.arena)
-        again_s = step_seconds(made_again, costs, homes)
+        again_s = planned.seconds
+        # The window may be as small as a placement of whole numbers let it be, and no other does.
+        for whole in (False, True):
+            within_beside = replace(larger, nbytes=beside)
+            found = place(step, machine, within_beside, demand.phases_s, stay, whole)
+            with suppress(BudgetExceeded):
+                made_again = arranged(step, found.homes, planned.arena)
+                again_s = step_seconds(made_again, costs, found.homes)
+                break
         dearer = replace(within, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds

@@ -252,10 +252,44 @@ def evaluate(
     return seconds, binding
 
 
+def with_late_writes(
+    groups: Sequence[Group],
+    homes: Mapping[EntryRef, str],
+    compute_seconds: Mapping[Phase, float],
+    links: Mapping[str, Link],
+    late_bytes: int,
+) -> float:
+    """Seconds of a step under `homes`, if so many bytes may be in flight to the disk when it ends,
+    and forward and backward have time for them: what `fractions` makes least."""
+    found = lane_seconds(groups, homes, links)
+    seconds, _ = evaluate(groups, homes, compute_seconds, links)
+    if "disk_write" not in links:
+        return seconds
+    writes, spare, waits = links["disk_write"].lane, 0.0, 0.0
+    for phase in dict.fromkeys((*compute_seconds, *found)):
+        lanes = found.get(phase, {})
+        others = (s for lane, s in lanes.items() if lane != writes)
+        beside = max(compute_seconds.get(phase, 0.0), *others, 0.0)
+        if phase is Phase.STEP:
+            waits = max(0.0, lanes.get(writes, 0.0) - beside)
+        else:
+            spare += max(0.0, beside - lanes.get(writes, 0.0))
+    late_s = late_bytes / links["disk_write"].bytes_per_s
+    return seconds - min(late_s, spare, waits)
+
+
 TIE = 1e-3
 """Weight of a second on a link that does not bind: among plans that are equal to a thousandth, the
 one that moves least is taken. Much less would drown in the solver's tolerance (1e-7 of the
 objective, which is near 1 here)."""
+
+
+WHOLE_GAP = 0.01
+"""What whole entries are placed by may be longer than the least by this part: simulations tell two
+placements apart no better."""
+WHOLE_NODES = 200
+"""Most linear programs that are solved for it. Of groups of few entries, where rounding costs most,
+some tens are enough."""
 
 
 @dataclass(frozen=True)
@@ -273,10 +307,12 @@ def fractions(
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
     late_bytes: int = 0,
+    whole: bool = False,
 ) -> Fractions | None:
     """The optimum; None if the tiers together have no room for all.
 
     late_bytes  that may be in flight to the disk when a step ends
+    whole       no entry is split: nearly the optimum of such, or None, where none was found soon
     """
     phases = _phases(groups, compute_seconds)
     late_s = late_bytes / links["disk_write"].bytes_per_s if "disk_write" in links else 0.0
@@ -284,6 +320,7 @@ def fractions(
     for n, g in enumerate(groups):
         for tier in g.loads:
             program.column((n, tier))
+            program.only_whole((n, tier))
     for phase in phases:
         program.column(("T", phase), lowest=compute_seconds.get(phase, 0.0))
     for phase in phases:
@@ -294,14 +331,18 @@ def fractions(
     for n, g in enumerate(groups):
         program.exactly(float(len(g.refs)), *(((n, tier), 1.0) for tier in g.loads))
     scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
-    found = program.minimised(
+    costs = [
         *(
             ((n, tier), TIE * _moving(loads) / scale)
             for n, g in enumerate(groups)
             for tier, loads in g.loads.items()
         ),
         *((("T", phase), 1.0 / scale) for phase in phases),
-    )
+    ]
+    if whole:
+        found = program.minimised_whole(WHOLE_GAP, WHOLE_NODES, *costs)
+    else:
+        found = program.minimised(*costs)
     if found is None:
         return None
     counts = [{tier: found.values[n, tier] for tier in g.loads} for n, g in enumerate(groups)]
@@ -390,6 +431,7 @@ class Placement:
     seconds        of a step, by the busiest resource of each phase, if each waited for its writes
     least_seconds  lower bound in this model: if entries could be split, and the ring wrote late
                    what the step writes to disk
+    rounded_seconds  the same of this placement, whose entries are whole
     binding        phase -> the link that takes longest, or "compute"
     """
 
@@ -397,6 +439,7 @@ class Placement:
     seconds: float
     least_seconds: float
     binding: Mapping[Phase, str] = field(default_factory=lambda: MappingProxyType({}))
+    rounded_seconds: float = 0.0
 
     @cached_property
     def stay(self) -> frozenset[EntryRef]:
@@ -416,11 +459,14 @@ def place(
     room: Room,
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef] = frozenset(),
+    whole: bool = False,
 ) -> Placement:
     """The placement of every weight, gradient and state in `step`. Pure.
 
     compute_seconds  of each phase, with nothing to wait for
     stay             the gradients that stay where compute makes them
+    whole            place whole entries by a program of whole numbers, and not by one of fractions
+                     that are rounded; where that finds none, the latter
     """
     groups = group(step, machine, room, stay)
     room = _spared(room, sum(aligned(step.facts[ref].nbytes) for ref in stay))
@@ -431,14 +477,19 @@ def place(
     room = _without(room, small)
     small = [*pinned, *small]
     late = lane_bytes(room.ring_bytes)
-    best = fractions(groups, room.nbytes, compute_seconds, machine.links, late) if groups else None
+    terms = (room.nbytes, compute_seconds, machine.links, late)
+    best = fractions(groups, *terms, whole=True) if groups and whole else None
+    if best is None and groups:
+        best = fractions(groups, *terms)
     counts = [{} for _ in groups] if best is None else best.counts
     homes = _homes(groups, _rounded(groups, counts, room.nbytes))
     homes |= {ref: "device" for g in small for ref in g.every}
     homes |= dict.fromkeys(stay, HELD)
-    seconds, binding = evaluate((*small, *groups), homes, compute_seconds, machine.links)
+    every = (*small, *groups)
+    seconds, binding = evaluate(every, homes, compute_seconds, machine.links)
     least = best.seconds if best is not None else seconds
-    return Placement(homes, seconds, min(least, seconds), binding)
+    rounded = with_late_writes(every, homes, compute_seconds, machine.links, late)
+    return Placement(homes, seconds, min(least, seconds), binding, rounded)
 
 
 def _without(room: Room, groups: Sequence[Group]) -> Room:

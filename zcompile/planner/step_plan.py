@@ -50,6 +50,10 @@ best only among those that are nearly equal, and each costs a simulation."""
 WITHIN_REACH = 1.1
 """And of these such as take at most so many times the fastest: more chunks in flight make a step up
 to a tenth shorter."""
+ROUNDED_BADLY = 1.02
+"""A placement of whole numbers is tried where all that were rounded are so many times as long as it
+promises to be. Of many layers a share loses next to nothing by rounding, so that this costs no time
+where plans take long."""
 ROUNDS = 4
 """Most rounds of fitting a window to its placement: a placement changes what the window must hold,
 and the window the placement."""
@@ -156,13 +160,11 @@ def plan_step(
     refused: tuple[int, BudgetExceeded] | None = None
     crowded: list[tuple[int, Placement]] = []
     """Windows beside which the device has no room for what is pinned to it."""
+    beside = partial(_beside, step, machine, room, compute_seconds, stay)
     if wanted is None:
         windows = list(_windows(step, machine, room, arena, compute_seconds, stay))
     else:
-        windows = [
-            (window, _beside(window, step, machine, room, compute_seconds, stay))
-            for window in wanted
-        ]
+        windows = [(window, beside(window)) for window in wanted]
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
         if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
             break
@@ -194,6 +196,12 @@ def plan_step(
             # Its frames would hold it, and with it all that its callers hold, until a garbage
             # collection: a call that goes on without a plan may need that room.
             del nearest, refused
+    for window, placement in _in_whole_entries(windows, made, beside):
+        if _beside_pinned(step, placement, window) <= room.nbytes["device"]:
+            with suppress(BudgetExceeded):
+                shared = replace(arena, window_bytes=window, depth=DEPTH)
+                made.append(_planned(step, placement, shared, seconds, known))
+                break  # of the others less is promised, and each costs a simulation
     return _simplest((*made, *_refined(step, made, seconds, known)))
 
 
@@ -367,8 +375,45 @@ def _windows_beside(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
     """Windows to try for a step whose updates are computed elsewhere than in `plan`."""
     homes = plan.placement.homes
     found = {_needed(step, homes, lead) for lead in LATE_LEADS}
-    found |= {plan.arena.window_bytes, whole // LATE_PART}
+    window, left = plan.arena.window_bytes, _left_by(plan, whole)
+    found |= {window, whole // LATE_PART}
+    if (left - window) * MUCH_WIDER > window:
+        found.add(left)
     return sorted({min(window, whole) for window in found})
+
+
+WIDER, MUCH_WIDER = 16, 2
+"""A plan is tried with all that its residents leave to stream through where that is wider than its
+window by more than one part in so many; and late updates beside such a window, which takes longer
+to find out."""
+
+
+def _left_by(plan: StepPlan, device_bytes: int) -> int:
+    """Bytes of the arena that residents leave: whole entries do not fill what a window leaves for
+    them.
+
+    device_bytes  of the whole arena
+    """
+    return (device_bytes - plan.resident_bytes) // ALIGNMENT * ALIGNMENT
+
+
+def widened_or_not(
+    step: StepTrace, plan: StepPlan, device_bytes: int, seconds: Seconds
+) -> StepPlan:
+    """`plan`, or a faster one with the same residents that streams through all that they leave.
+
+    step          as it was recorded
+    device_bytes  of the whole arena
+    """
+    left, window = _left_by(plan, device_bytes), plan.arena.window_bytes
+    if not window or (left - window) * WIDER <= window:
+        return plan
+    with suppress(BudgetExceeded):
+        wider = replace(plan.arena, window_bytes=left)
+        found = _planned(as_planned(step, plan), plan.placement, wider, seconds)
+        if found.seconds < plan.seconds:
+            return replace(plan, arena=wider, step=found.step, seconds=found.seconds)
+    return plan
 
 
 NARROW_PAYS = 1.01
@@ -590,16 +635,37 @@ def stay_and_scratch(
 
 
 def _beside(
-    window: int,
     step: StepTrace,
     machine: Machine,
     room: Room,
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef],
+    window: int,
+    whole: bool = False,
 ) -> Placement:
-    """The placement in what a window leaves of the device."""
+    """The placement in what a window leaves of the device.
+
+    whole  as of `place`
+    """
     left = {**room.nbytes, "device": room.nbytes["device"] - window}
-    return place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
+    return place(step, machine, replace(room, nbytes=left), compute_seconds, stay, whole)
+
+
+def _in_whole_entries(
+    windows: Sequence[tuple[int, Placement]],
+    made: Sequence[StepPlan],
+    beside: Callable[..., Placement],
+) -> list[tuple[int, Placement]]:
+    """Those of the windows with which a placement by whole numbers promises a step that is well
+    below all that were made, with that placement; the most promising first.
+
+    beside  makes one
+    """
+    best = min(plan.placement.rounded_seconds for plan in made) / ROUNDED_BADLY
+    lossy = [window for window, placement in windows if placement.least_seconds < best]
+    rows = [(window, beside(window, whole=True)) for window in lossy]
+    rows = [row for row in rows if row[1].rounded_seconds < best]
+    return sorted(rows, key=lambda row: (row[1].rounded_seconds, row[0]))
 
 
 def _windows(
@@ -613,9 +679,7 @@ def _windows(
     """Windows to try, each with the placement beside it."""
     whole = room.nbytes["device"]
 
-    def beside(window: int) -> Placement:
-        return _beside(window, step, machine, room, compute_seconds, stay)
-
+    beside = partial(_beside, step, machine, room, compute_seconds, stay)
     # No window at all, if everything rests on the device.
     everything = beside(0)
     if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:

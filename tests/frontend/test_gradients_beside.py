@@ -8,6 +8,7 @@ from rank_models import adamw
 from torch import nn
 
 import zcompile
+from zcompile.runtime.gradients.gradients import Gradients
 
 MICRO_BATCHES = 3
 
@@ -24,7 +25,7 @@ def trained(kind, logs=False, **fields):
         for micro in range(MICRO_BATCHES):
             loss = called(kind, model, run, 100 * step + micro)
             if logs:
-                found.append([float(p.norm()) for p in model.parameters()])
+                found.append([p.norm().item() for p in model.parameters()])
             loss.backward()
             found.append([p.grad.cpu() if not fields else p.grad.on_host() for p in params(model)])
             found[-1] = [grad.clone() for grad in found[-1]]
@@ -44,6 +45,14 @@ def test_they_have_the_bits_of_eager(kind):
     fields = {"device_memory": "1MiB", "host_memory": "64MiB"}
     for ours, plain in zip(trained(kind, **fields), trained(kind), strict=True):
         assert all(map(torch.equal, ours, plain))
+
+
+def test_where_a_use_comes_to_nothing_contributions_are_added_as_they_come(monkeypatch):
+    """To collect them for a norm that is logged would take room for all gradients once more."""
+    collected = []
+    monkeypatch.setattr(Gradients, "_collect", lambda self, *given: collected.append(given))
+    trained("logged", True, device_memory="1MiB", host_memory="64MiB")
+    assert not collected
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf, leaf_of
 from zcompile.ir.partition import SharedRange
 from zcompile.ir.torch_compat import (
-    accumulates_into,
     after_backward,
     current_pass,
     hooks_of,
@@ -257,15 +256,9 @@ class ExchangedGradients:
         param.grad = None
         self._join(leaf, param, grad)
 
-    def add(self, held: Any, grad: Tensor) -> bool:
-        """Receive what autograd is about to add to a gradient, as `bring`; whether it is autograd
-        who does, and not a hook.
-
-        held  the tiered gradient
-        """
-        param: Any = accumulates_into(held)
-        if param is None or getattr(param, "entry", None) is None:
-            return False
+    def add(self, param: Any, grad: Tensor) -> bool:
+        """Receive what autograd is about to add to the gradient of a parameter, as `bring`; whether
+        it is autograd who does, and not a hook."""
         leaf, (number, params) = leaf_of(param._handle), self._came_to
         if number == current_pass() and leaf.key in params:
             return False

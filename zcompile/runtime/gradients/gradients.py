@@ -85,6 +85,11 @@ class Gradients:
         self._used_outside: set[int] = set()
         """Keys of the entries of parameters of which uses outside of compiled graphs were recorded
         by autograd in this step: it may add to their gradients as well."""
+        self._adds: dict[int, bool] = {}
+        """Keys of such entries -> whether it did when such a use was there last. A norm that is
+        logged is a use that comes to nothing; to collect gradients for it would take room."""
+        self._added_to: set[tuple[int, int]] = set()
+        """Passes, and handles of parameters, to whose gradients autograd has added in place."""
         self._numbers = count()
         self._dead_nodes = Dead()
         """To nodes that have died."""
@@ -264,9 +269,18 @@ class Gradients:
         so where ranks add up what each of them has made of both."""
         if self._contributions_of(param) != 1:
             return False
-        tiered: Any = param
-        first = param.grad is None and self._store.fabric is None
-        return first or tiered.entry.key not in self._used_outside
+        key, first = param.entry.key, param.grad is None and self._store.fabric is None  # type: ignore[attr-defined]  # a tiered tensor's
+        return first or key not in self._used_outside or not self._adds.get(key, True)
+
+    def _learn(self, param: Any, brought: bool) -> None:
+        """Autograd has come to a parameter that is used outside of compiled graphs.
+
+        brought  it has made `.grad`, which there was not
+        """
+        here = current_pass(), leaf_of(param._handle).key
+        if here[0] >= 0:
+            self._adds[param.entry.key] = brought or here in self._added_to
+            self._added_to.discard(here)
 
     def note_use(self, entry: Entry) -> None:
         """Autograd has recorded a use of a parameter outside of compiled graphs."""
@@ -275,6 +289,7 @@ class Gradients:
     def end_step(self) -> None:
         """An optimizer's step is over: uses that come now are of another."""
         self._used_outside.clear()
+        self._added_to.clear()
 
     def add(self, held: Any, grad: Tensor) -> bool:
         """Add what autograd has added up for a parameter to its gradient; whether that was to be
@@ -282,12 +297,17 @@ class Gradients:
 
         held  the tiered gradient that autograd is about to add to, if it is autograd
         """
-        if self._store.fabric is not None:
-            return self.exchanged.add(held, grad)
-        if not self._sums or (param := accumulates_into(held)) is None or hooks_of(param)[0]:
+        ranks = self._store.fabric is not None
+        if not (ranks or self._used_outside or self._sums):
             return False
-        tiered: Any = param
-        found = self._sums.pop((current_pass(), leaf_of(tiered._handle).key), None)
+        param: Any = accumulates_into(held)
+        if param is None or getattr(param, "entry", None) is None:
+            return False
+        here = current_pass(), leaf_of(param._handle).key
+        self._added_to.add(here)
+        if ranks:
+            return self.exchanged.add(param, grad)
+        found = None if hooks_of(param)[0] else self._sums.pop(here, None)
         if found is None:
             return False
         _add_in_place(found.total, grad)
@@ -347,6 +367,9 @@ class Gradients:
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
         tiered: Any = param
+        if self._used_outside and tiered.entry.key in self._used_outside:
+            plain = param.grad is not None and not hasattr(param.grad, "entry")
+            self._learn(tiered, plain and not tiered.grad_given)
         if self._store.fabric is not None:
             self._adopt_exchanged(tiered)
             return

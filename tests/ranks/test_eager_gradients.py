@@ -103,6 +103,12 @@ def differing(mesh, kind):
     optimizer = adamw(model.parameters())
     if kind == "set":
         model.head.weight.grad = torch.full((200, 96), float(rank))
+    elif kind == "hook":
+        model.head.weight.register_hook(lambda grad: grad * 2)
+        loss = torch.compile(model, backend="zinf")(*batch(0, rank))
+        (loss + model.head.weight.square().sum()).backward()
+    elif kind == "graph":
+        model(*batch(0, rank)).backward(create_graph=True)
     elif kind == "set before":
         model.head.weight.grad = torch.zeros(200, 96)
         model(*batch(0, rank)).backward()
@@ -117,6 +123,8 @@ def differing(mesh, kind):
     [
         ("set", r"RanksDiffer: the ranks differ in how they set a gradient"),
         ("made of another", r"RanksDiffer: the ranks differ in how they"),
+        ("hook", r"parameter 'head.weight' has a hook and gets gradients both from the compiled"),
+        ("graph", r"is to have a graph \(create_graph=True\), and several ranks"),
         ("set before", r"the .grad of 'head.weight' was set to a plain tensor before backward"),
     ],
 )

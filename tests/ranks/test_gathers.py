@@ -102,7 +102,6 @@ def test_how_long_ranks_wait_is_written_as_one_says_it(given_, seconds):
         ({"stage": 1}, r"stage=1 is not there: .* rounds otherwise than reduction='ordered' does"),
         ({"stage": 2, "mesh": False}, r"stage=2 is of ranks that train one model, and mesh=False"),
         ({"stage": 2, "residency": False}, r"needs steps that are planned, and with residency=Fal"),
-        ({"stage": 2, "durable": True, "disk": "."}, r"planned, and with durable=True those of"),
     ],
 )
 def test_what_cannot_be_asked_of_ranks_says_why(fields, says):

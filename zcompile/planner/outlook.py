@@ -371,13 +371,13 @@ def shadow_prices(
         stay = planned.placement.stay
         again_s = planned.seconds
         # The window may be as small as a placement of whole numbers let it be, and no other does.
+        # No worse than the plan: with more memory it could stay as it is.
         for whole in (False, True):
             within_beside = replace(larger, nbytes=beside)
             found = place(step, machine, within_beside, demand.phases_s, stay, whole)
             with suppress(BudgetExceeded):
                 made_again = arranged(step, found.homes, planned.arena)
-                again_s = step_seconds(made_again, costs, found.homes)
-                break
+                again_s = min(again_s, step_seconds(made_again, costs, found.homes))
         dearer = replace(within, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (planned.seconds - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds

@@ -114,6 +114,8 @@ class ExchangedGradients:
         self._to_come: dict[tuple[int, int], int] = {}
         """Of sums that begin with a contribution in tiles, its elements that are still to come."""
         self._landing: list[_Landing] = []
+        self._hooked: set[tuple[int, int]] = set()
+        """Passes, and parameters whose hooks have seen what a compiled graph brings in them."""
         self._came_to: tuple[int, set[int]] = -1, set()
         """A pass, and the parameters that autograd has come to in it, and called hooks of."""
 
@@ -151,6 +153,7 @@ class ExchangedGradients:
                     "give more device_memory, or tile_bytes",
                 )
             if hooks_of(param)[0]:
+                self._hooked.add((current_pass(), leaf.key))
                 if self._contributions_of(param) != 1:
                     raise Unsupported(
                         f"parameter {leaf.name!r} has a hook, is used several times, and several "
@@ -282,8 +285,24 @@ class ExchangedGradients:
 
     def _join(self, leaf: Leaf, param: Any, grad: Tensor) -> None:
         """Make what autograd brings `.grad`, or add it to that, with what compiled graphs have
-        brought in this pass."""
-        exchanged, key = self._exchanged_now(param, grad), (current_pass(), leaf.key)
+        brought in this pass.
+
+        raises  Unsupported, if hooks have seen the two parts one by one, or it has a graph
+        """
+        key = current_pass(), leaf.key
+        if key in self._hooked:
+            raise Unsupported(
+                f"parameter {leaf.name!r} has a hook and gets gradients both from the compiled "
+                "model and from code outside of it, so the hook cannot see their sum",
+                "compute both parts in the compiled model, or remove the hook",
+            )
+        if grad.requires_grad:
+            raise Unsupported(
+                f"the gradient of {leaf.name!r} is to have a graph (create_graph=True), and "
+                "several ranks train the model, each of which keeps a share",
+                "use torch.autograd.grad(loss, parameters, create_graph=True)",
+            )
+        exchanged = self._exchanged_now(param, grad)
         self._to_come.pop(key, None)
         if (before := self._sums.pop(key, None)) is not None:
             exchanged = self._fabric.added(before.exchanged, exchanged, grad.dtype)
@@ -326,6 +345,7 @@ class ExchangedGradients:
         self._tiled.clear()
         self._to_come.clear()
         self._landing.clear()
+        self._hooked.clear()
 
     def land(self) -> None:
         """Let what rests on the device arrive there: compute itself brings it, and would wait for

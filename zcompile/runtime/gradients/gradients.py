@@ -86,10 +86,11 @@ class Gradients:
         """Keys of the entries of parameters of which uses outside of compiled graphs were recorded
         by autograd in this step: it may add to their gradients as well."""
         self._adds: dict[int, bool] = {}
-        """Keys of such entries -> whether it did when such a use was there last. A norm that is
-        logged is a use that comes to nothing; to collect gradients for it would take room."""
+        """Keys of the entries of parameters -> whether it did, when it came to them last. A norm
+        that is logged is a use that comes to nothing; to collect gradients for it would take
+        room."""
         self._added_to: set[tuple[int, int]] = set()
-        """Passes, and handles of parameters, to whose gradients autograd has added in place."""
+        """Passes of this step, and handles of parameters, to which autograd has brought a part."""
         self._numbers = count()
         self._dead_nodes = Dead()
         """To nodes that have died."""
@@ -270,17 +271,19 @@ class Gradients:
         if self._contributions_of(param) != 1:
             return False
         key, first = param.entry.key, param.grad is None and self._store.fabric is None  # type: ignore[attr-defined]  # a tiered tensor's
-        return first or key not in self._used_outside or not self._adds.get(key, True)
+        return first or not self._adds.get(key, key in self._used_outside)
 
     def _learn(self, param: Any, brought: bool) -> None:
-        """Autograd has come to a parameter that is used outside of compiled graphs.
+        """Autograd has come to a parameter.
 
         brought  it has made `.grad`, which there was not
         """
-        here = current_pass(), leaf_of(param._handle).key
-        if here[0] >= 0:
-            self._adds[param.entry.key] = brought or here in self._added_to
-            self._added_to.discard(here)
+        here, key = (current_pass(), leaf_of(param._handle).key), param.entry.key
+        if brought:
+            self._added_to.add(here)
+        added = here in self._added_to
+        if here[0] >= 0 and (added or key in self._used_outside or key in self._adds):
+            self._adds[key] = added
 
     def note_use(self, entry: Entry) -> None:
         """Autograd has recorded a use of a parameter outside of compiled graphs."""
@@ -291,21 +294,19 @@ class Gradients:
         self._used_outside.clear()
         self._added_to.clear()
 
+    @uninterrupted
     def add(self, held: Any, grad: Tensor) -> bool:
         """Add what autograd has added up for a parameter to its gradient; whether that was to be
         done otherwise than by adding it, and is done: with other contributions of the pass.
 
         held  the tiered gradient that autograd is about to add to, if it is autograd
         """
-        ranks = self._store.fabric is not None
-        if not (ranks or self._used_outside or self._sums):
-            return False
         param: Any = accumulates_into(held)
         if param is None or getattr(param, "entry", None) is None:
             return False
         here = current_pass(), leaf_of(param._handle).key
         self._added_to.add(here)
-        if ranks:
+        if self._store.fabric is not None:
             return self.exchanged.add(param, grad)
         found = None if hooks_of(param)[0] else self._sums.pop(here, None)
         if found is None:
@@ -367,13 +368,13 @@ class Gradients:
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
         tiered: Any = param
-        if self._used_outside and tiered.entry.key in self._used_outside:
-            plain = param.grad is not None and not hasattr(param.grad, "entry")
+        plain = param.grad is not None and not isinstance(getattr(param.grad, "entry", None), Entry)
+        if plain or self._added_to or tiered.entry.key in self._used_outside or self._adds:
             self._learn(tiered, plain and not tiered.grad_given)
         if self._store.fabric is not None:
             self._adopt_exchanged(tiered)
             return
-        if not self._sums and isinstance(getattr(param.grad, "entry", None), Entry):
+        if not self._sums and param.grad is not None and not plain:
             return  # the usual case, for each parameter twice in each step
         key = current_pass(), leaf_of(tiered._handle).key
         if key in self._sums:

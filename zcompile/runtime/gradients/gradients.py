@@ -89,8 +89,8 @@ class Gradients:
         """Keys of the entries of parameters -> whether it did, when it came to them last. A norm
         that is logged is a use that comes to nothing; to collect gradients for it would take
         room."""
-        self._added_to: set[tuple[int, int]] = set()
-        """Passes of this step, and handles of parameters, to which autograd has brought a part."""
+        self._added_to: tuple[int, set[int]] = -1, set()
+        """A pass, and handles of parameters to which autograd has brought a part in it."""
         self._numbers = count()
         self._dead_nodes = Dead()
         """To nodes that have died."""
@@ -278,12 +278,19 @@ class Gradients:
 
         brought  it has made `.grad`, which there was not
         """
-        here, key = (current_pass(), leaf_of(param._handle).key), param.entry.key
         if brought:
-            self._added_to.add(here)
-        added = here in self._added_to
-        if here[0] >= 0 and (added or key in self._used_outside or key in self._adds):
+            self._note_part(param)
+        number, params = self._added_to
+        added = number == current_pass() and leaf_of(param._handle).key in params
+        key = param.entry.key
+        if current_pass() >= 0 and (added or key in self._used_outside or key in self._adds):
             self._adds[key] = added
+
+    def _note_part(self, param: Any) -> None:
+        """Autograd brings a part of a gradient in the pass that runs."""
+        if self._added_to[0] != (number := current_pass()):
+            self._added_to = number, set()
+        self._added_to[1].add(leaf_of(param._handle).key)
 
     def note_use(self, entry: Entry) -> None:
         """Autograd has recorded a use of a parameter outside of compiled graphs."""
@@ -292,7 +299,6 @@ class Gradients:
     def end_step(self) -> None:
         """An optimizer's step is over: uses that come now are of another."""
         self._used_outside.clear()
-        self._added_to.clear()
 
     @uninterrupted
     def add(self, held: Any, grad: Tensor) -> bool:
@@ -304,11 +310,14 @@ class Gradients:
         param: Any = accumulates_into(held)
         if param is None or getattr(param, "entry", None) is None:
             return False
-        here = current_pass(), leaf_of(param._handle).key
-        self._added_to.add(here)
+        self._note_part(param)
         if self._store.fabric is not None:
             return self.exchanged.add(param, grad)
-        found = None if hooks_of(param)[0] else self._sums.pop(here, None)
+        found = (
+            None
+            if hooks_of(param)[0]
+            else self._sums.pop((current_pass(), leaf_of(param._handle).key), None)
+        )
         if found is None:
             return False
         _add_in_place(found.total, grad)
@@ -369,7 +378,7 @@ class Gradients:
         """
         tiered: Any = param
         plain = param.grad is not None and not isinstance(getattr(param.grad, "entry", None), Entry)
-        if plain or self._added_to or tiered.entry.key in self._used_outside or self._adds:
+        if plain or self._adds or self._added_to[1] or tiered.entry.key in self._used_outside:
             self._learn(tiered, plain and not tiered.grad_given)
         if self._store.fabric is not None:
             self._adopt_exchanged(tiered)

@@ -36,11 +36,11 @@ def put_back(model, optimizer, state, by_name):
         optimizer.load_state_dict(state["optimizer"])
 
 
-def made_on(mesh):
+def made_on(mesh, **fields):
     """A model and its optimizer on some ranks; None: plain, in this process."""
     model = run = words()
     if mesh is not None:
-        run = torch.compile(zcompile.offload(model, mesh=mesh, **BUDGETS), backend="zinf")
+        run = torch.compile(zcompile.offload(model, mesh=mesh, **BUDGETS, **fields), backend="zinf")
     rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     return model, adamw(model.parameters()), run, rank, ranks
 
@@ -49,9 +49,9 @@ def group_of(mesh):
     return {"no_dist": True} if mesh is None else {"process_group": mesh.get_group()}
 
 
-def saved(mesh, path, by_name=False):
+def saved(mesh, path, by_name=False, **fields):
     """Train all steps but the last, and let DCP save."""
-    model, optimizer, run, rank, ranks = made_on(mesh)
+    model, optimizer, run, rank, ranks = made_on(mesh, **fields)
     train(model, run, optimizer, rank, ranks, steps=range(STEPS - 1))
     dcp.save(everything(model, optimizer, by_name), checkpoint_id=path, **group_of(mesh))
     found = state_of(model, optimizer)
@@ -60,9 +60,9 @@ def saved(mesh, path, by_name=False):
     return found
 
 
-def loaded(mesh, path, by_name=False):
+def loaded(mesh, path, by_name=False, **fields):
     """Let DCP load into a training of other values, and train the last step."""
-    model, optimizer, run, rank, ranks = made_on(mesh)
+    model, optimizer, run, rank, ranks = made_on(mesh, **fields)
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(0.5)
@@ -100,6 +100,23 @@ def test_ranks_read_what_plain_torch_wrote(pool, tmp_path, by_name):
     written = saved(None, tmp_path / "dcp", by_name)
     expected = written, trained_eagerly()
     assert pool.run(loaded, 2, str(tmp_path / "dcp"), by_name) == [expected] * 2
+
+
+def saved_by_owners(mesh, path):
+    return saved(mesh, path, partition="owner")
+
+
+def loaded_by_owners(mesh, path):
+    return loaded(mesh, path, partition="owner")
+
+
+@pytest.mark.slow
+def test_what_owners_wrote_is_read_by_slices_and_the_other_way_round(pool, tmp_path):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    written = pool.run(saved_by_owners, 2, first)
+    assert written == pool.run(saved, 2, second)
+    rows = pool.run(loaded, 2, first), pool.run(loaded_by_owners, 2, second)
+    assert rows == ([(written[0], trained_eagerly())] * 2,) * 2
 
 
 def turned(mesh, path, save):

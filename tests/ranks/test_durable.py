@@ -64,8 +64,14 @@ def calls(tmp_path_factory) -> list[str]:
     return run(2, str(tmp_path_factory.mktemp("calm")), STEPS)[1]["calls"]
 
 
-def killed(expected, disk, fault, victim, together, steps=STEPS, then=2, **named):
-    """Kill ranks at one call of one of them; the step that all resume at, of `then` ranks."""
+def killed(
+    expected, disk, fault, victim, together, steps=STEPS, then=2, partition="slices", **named
+):
+    """Kill ranks at one call of one of them; the step that all resume at, of `then` ranks.
+
+    partition  of the two that are killed, and of those that resume, if they are two again
+    """
+    named["partition"] = partition
     group = Group(2, str(disk), steps, faults={victim: fault}, **named)
     found = group.outcomes(together)
     assert found[victim] is None, "it was killed"
@@ -76,7 +82,8 @@ def killed(expected, disk, fault, victim, together, steps=STEPS, then=2, **named
         assert kind == "RankFailed", text
         assert f"rank {victim} on " in text
         assert "is gone" in text
-    step, _ = check_resumes(expected, then, disk, MORE)
+    same = {"partition": partition} if then == 2 else {}
+    step, _ = check_resumes(expected, then, disk, MORE, **same)
     if other is not None:
         done = other.get("done", 0)
         assert step in (done, done + 1), "more than the step in flight is lost"
@@ -125,6 +132,23 @@ def test_ranks_that_are_killed_while_updates_are_to_come_resume_at_one_step(
     fault = Fault(calls - 1 - calls * (2 * turn + 1) // 96, made=turn // 2 % 2 == 0)
     of_steps = {"steps": LATE_STEPS, "late_on": late_on, **SLOW_LINKS}
     killed(expected, tmp_path, fault, victim, turn % 4 == 0, then=then, **of_steps)
+
+
+@pytest.fixture(scope="module")
+def owner_calls(tmp_path_factory) -> list[int]:
+    """How many calls on files each rank makes in `STEPS` steps, of tensors that one rank holds."""
+    found = run(2, str(tmp_path_factory.mktemp("owners")), STEPS, partition="owner")
+    return [len(one["calls"]) for one in found]
+
+
+@pytest.mark.slow  # at a call of a step over slices, above
+@pytest.mark.parametrize("turn", range(24))
+def test_ranks_that_are_killed_while_each_tensor_is_with_one_of_them_resume_at_one_step(
+    expected, owner_calls, tmp_path, turn
+):
+    victim, then = turn % 2, (2, 1, 4)[turn % 3]
+    fault = Fault(owner_calls[victim] * (2 * turn + 1) // 48, made=turn // 2 % 2 == 0)
+    killed(expected, tmp_path, fault, victim, turn % 4 == 0, then=then, partition="owner")
 
 
 def once_committed(disk, rank, step) -> Fault:

@@ -36,10 +36,15 @@ def test_ranks_end_with_the_bits_of_one_process(pool, ranks, optimizer):
     assert pool.run(trained, ranks, optimizer) == [trained_eagerly(optimizer)] * ranks
 
 
+LARGER = {"blocks": 2}
+"""More than fits where little does."""
+
+
 @pytest.mark.parametrize("partition", sampled(["slices", "owner"], "slices"))
 def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, partition, tmp_path):
     fields = {"host_memory": "1MiB", "disk": str(tmp_path), "partition": partition}
-    assert pool.run(trained, 2, "adamw", 0.0, fields) == [trained_eagerly("adamw")] * 2
+    expected = trained_eagerly("adamw", **LARGER)
+    assert pool.run(trained, 2, "adamw", 0.0, fields, LARGER) == [expected] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank-0", "rank-1"]
 
 
@@ -47,7 +52,8 @@ def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, partition, tmp_p
 def test_slow_links_change_no_bit(pool):
     """What an optimizer's step still stores is read from bytes that the next forward gathers to."""
     fields = {"throttle": {"d2h": "1.5MB/s"}, "device_memory": "1MiB"}
-    assert pool.run(trained, 2, "sgd", 0.0, fields) == [trained_eagerly("sgd")] * 2
+    expected = trained_eagerly("sgd", **LARGER)
+    assert pool.run(trained, 2, "sgd", 0.0, fields, LARGER) == [expected] * 2
 
 
 @pytest.mark.slow  # tests/ranks/test_stages.py has tied weights

@@ -1,5 +1,7 @@
 """Several ranks train one model: the numbers do not depend on how many they are."""
 
+import sys
+
 import pytest
 import torch
 from rank_models import batch, optimizer_named, state_of, train, trained_eagerly, words
@@ -131,3 +133,12 @@ def test_a_model_that_is_closed_leaves_no_collective_out(pool):
     for ended in pool.run(closed_behind_a_backward, 2):
         assert ended
         assert all(ended)
+
+
+def has_imported(mesh):
+    return "rank_imports" in sys.modules
+
+
+def test_ranks_are_forked_from_one_that_has_imported_all(pool):
+    """Else nothing fails but time: a fork server passes over what it does not find."""
+    assert pool.run(has_imported, 2) == [True] * 2

@@ -6,6 +6,7 @@ attribute belongs to a file if a class there has one of that name, or inherits i
 """
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,13 +93,16 @@ def attributes_of_classes(trees: list[ast.Module]) -> dict[str, set[str]]:
     return {name: all_of(name) for name in list(own)}
 
 
-CLASSES = attributes_of_classes([tree_of(path) for path in MODULES.values()])
+@functools.cache
+def classes() -> dict[str, set[str]]:
+    """Of the product. Asked for by tests, since every process of tests imports this file."""
+    return attributes_of_classes([tree_of(path) for path in MODULES.values()])
 
 
 def foreign(tree: ast.Module) -> list[str]:
     """The attributes that a file assigns to objects whose class stands in another one."""
     here = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    mine = set[str]().union(*(CLASSES.get(name, set()) for name in here))
+    mine = set[str]().union(*(classes().get(name, set()) for name in here))
     return [
         f"{ast.unparse(attribute)} in line {attribute.lineno}"
         for attribute in assigned(tree)

@@ -26,7 +26,10 @@ def _forget():
     ("name", "lead"),
     sampled_rows(
         product(SMALL_MODELS, (8, 0)),
-        *((name, 8 - 8 * (at % 2)) for at, name in enumerate((*UNALIKE, "batch norm", "dropout"))),
+        *(
+            (name, 8 - 8 * (at % 2))
+            for at, name in enumerate(("transformer block", *UNALIKE, "batch norm", "dropout"))
+        ),
     ),
 )
 def test_every_small_model_trains_as_in_eager(name, lead):

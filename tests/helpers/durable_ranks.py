@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from border import Border, Call, offloaded
 from rank_models import adamw, state_of, train, words
 from rank_plans import everything_late
-from rank_pool import free_port
+from rank_pool import forked, free_port
 
 import zcompile
 from zcompile.errors import NothingCommitted, ZinfError
@@ -168,10 +167,7 @@ class Group:
     def __init__(
         self, ranks: int, *given: Any, faults: dict[int, Fault] | None = None, **named: Any
     ):
-        context = get_context("forkserver")
-        context.set_forkserver_preload(
-            ["rank_models", "durable_ranks", "torch._dynamo", "zcompile.frontend.backend"]
-        )
+        context = forked()
         port = free_port()
         self._pipes: list[Connection] = []
         self.processes = []

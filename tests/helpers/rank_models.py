@@ -26,7 +26,7 @@ class Block(nn.Module):
 class Words(nn.Module):
     """Predicts the next token; its tables are above 64 KiB, its norms and biases below."""
 
-    def __init__(self, width: int = 96, tokens: int = 200, blocks: int = 2, tied: bool = False):
+    def __init__(self, width: int = 96, tokens: int = 200, blocks: int = 1, tied: bool = False):
         super().__init__()
         self.table = nn.Embedding(tokens, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))

@@ -12,10 +12,12 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,15 +36,22 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+def forked() -> ForkServerContext:
+    """Makes processes of one that has imported what ranks need, and has made nothing else."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["rank_imports"])
+    with pytest.MonkeyPatch.context() as patched:
+        # It passes over what it does not find, and up to Python 3.12 does not look along sys.path.
+        patched.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        forkserver.ensure_running()
+    return context
+
+
 class RankPool:
     """`size` processes that know each other by torch.distributed."""
 
     def __init__(self, size: int) -> None:
-        # One process imports what all need, and is forked before it has made anything.
-        context = get_context("forkserver")
-        context.set_forkserver_preload(
-            ["rank_models", "torch._dynamo", "zcompile.frontend.backend"]
-        )
+        context = forked()
         port = free_port()
         self._pipes: list[Connection] = []
         self.processes = []

@@ -14,6 +14,8 @@ from zcompile.errors import BudgetExceeded
 from zcompile.passes.choose_tiles import ChooseTiles, _CutSearch
 from zcompile.passes.pipeline import pipeline
 
+BLOCK = "transformer block"
+
 
 def refusal(joint, budget):
     """What the pipeline says to a budget; None if everything fits."""
@@ -24,7 +26,7 @@ def refusal(joint, budget):
     return None
 
 
-@pytest.mark.parametrize("name", UNALIKE)
+@pytest.mark.parametrize("name", sampled([BLOCK, *UNALIKE], *UNALIKE))
 def test_no_budget_that_works_is_refused_at_once(name, monkeypatch):
     joint = captured(name)
     bound = refusal(joint, 1)
@@ -59,7 +61,9 @@ def test_nothing_is_tried_below_it(monkeypatch):
     assert refusal(captured("transformer block"), 1) is not None
 
 
-@pytest.mark.parametrize("name", sampled(UNALIKE, "tied embeddings", "bf16 autocast"))
+@pytest.mark.parametrize(
+    "name", sampled([BLOCK, *UNALIKE], "tied embeddings", "view in two places")
+)
 def test_no_cuts_that_fit_are_passed_over(name, monkeypatch):
     """Where the lower bound says so, all cuts are tried out all the same, and refused."""
     joint, passed_over = captured(name), []

@@ -34,7 +34,7 @@ BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
 def run_on(mesh, case):
     """A case of this file, `case(model, run, optimizer, rank, ranks)`; mesh None: plain PyTorch."""
-    model = words()
+    model = words(blocks=2 if case == "broken" else 1)
     rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     if mesh is not None:
         zcompile.offload(model, mesh=mesh, **BUDGETS)

@@ -141,7 +141,7 @@ def uneven(mesh, name):
     """The weights after steps in which ranks have batches of other sizes, so that each plans by
     itself what rests where, and which updates are late; with a second step that no forward comes
     before."""
-    model = zcompile.offload(words(), mesh=mesh, **UNEVEN)
+    model = zcompile.offload(words(blocks=2), mesh=mesh, **UNEVEN)
     optimizer, run = UNEVENLY[name](model.parameters()), torch.compile(model, backend="zinf")
     rank = mesh.get_local_rank()
     homes = []

@@ -15,6 +15,7 @@ import pytest
 from broken_ranks import BACKWARD, BUCKETED, KEEPING, LATE, NARROW, TILED, keeping
 from broken_ranks import of_rank as in_phase
 from races import recounted
+from sampled import crossed
 
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.schedule import (
@@ -221,27 +222,21 @@ def is_let_through(mutant: Schedule, sound: Schedule) -> bool:
     return mutant.collectives == sound.collectives
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("rows", "make", "least"),
-    [
-        (BACKWARD, in_phase, 60),
-        (BUCKETED, in_phase, 15),
-        (LATE, partial(in_phase, phase=Phase.FORWARD), 60),
-        (KEEPING, keeping, 40),
-        (NARROW, in_phase, 60),
-        (TILED, in_phase, 60),
-    ],
-    ids=[
-        "gathers and exchanges",
-        "a bucket",
-        "late updates of shares",
-        "kept for later calls",
-        "in low precision",
-        "in tiles",
-    ],
-)
-def test_what_hangs_or_mixes_is_refused(ranks, rows, make, least):
+EXAMPLES = {
+    "gathers and exchanges": (BACKWARD, in_phase, 60),
+    "a bucket": (BUCKETED, in_phase, 15),
+    "late updates of shares": (LATE, partial(in_phase, phase=Phase.FORWARD), 60),
+    "kept for later calls": (KEEPING, keeping, 40),
+    "in low precision": (NARROW, in_phase, 60),
+    "in tiles": (TILED, in_phase, 60),
+}
+"""What a rank does; what makes a schedule of it; of how many mutants the machine sees at least that
+they are wrong."""
+
+
+@pytest.mark.parametrize(("kind", "ranks"), crossed(EXAMPLES, (2, 3)))
+def test_what_hangs_or_mixes_is_refused(kind, ranks):
+    rows, make, least = EXAMPLES[kind]
     sound = make(rows)
     expected = walked([sound] * ranks, random.Random(0))
     assert expected != "hangs"

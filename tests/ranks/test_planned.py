@@ -22,7 +22,7 @@ LARGE = 6
 
 def eagerly(mesh, optimizer, clip):
     """What stock PyTorch makes of all batches, in one process with one thread, as ranks have."""
-    model = words()
+    model = words(blocks=2)
     made = optimizer_named(optimizer)(model.parameters())
     train(model, model, made, 0, 1, clip, steps=range(STEPS))
     return state_of(model, made)
@@ -41,7 +41,7 @@ def trained(mesh, fields, optimizer="adamw", clip=0.0, late=False):
     late  let all updates be late that may be
     """
     rank, ranks = mesh.get_local_rank(), mesh.size()
-    model = words()
+    model = words(blocks=2)
     zcompile.offload(model, mesh=mesh, **fields)
     made = optimizer_named(optimizer)(model.parameters())
     run = torch.compile(model, backend="zinf")
@@ -137,7 +137,7 @@ def saved_while_late(mesh, path):
     the model has then, and of what a plain one resumes."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     fields = {**ROOMY, "device_memory": TIGHT[ranks]}
-    model = zcompile.offload(words(), mesh=mesh, throttle=SLOW, **fields)
+    model = zcompile.offload(words(blocks=2), mesh=mesh, throttle=SLOW, **fields)
     made = optimizer_named("adamw")(model.parameters())
     run = torch.compile(model, backend="zinf")
     with everything_late(True):
@@ -146,7 +146,7 @@ def saved_while_late(mesh, path):
         zcompile.save(path, model, made)
     found = state_of(model, made)
     zcompile.close(model)
-    plain = words()
+    plain = words(blocks=2)
     optimizer = optimizer_named("adamw")(plain.parameters())
     zcompile.resume(path, plain, optimizer)
     return len(plan.late), found, state_of(plain, optimizer)

@@ -248,7 +248,7 @@ def cut(self, ids, wanted):
 def in_pieces(mesh):
     """The state after steps of a model that is two graphs, at last with batches of other lengths;
     what is kept."""
-    model, run, rank, ranks = opened(mesh, {**ROOMY, "stage": 2})
+    model, run, rank, ranks = opened(mesh, {**ROOMY, "stage": 2}, blocks=2)
     model.forward = cut.__get__(model)
     optimizer = adamw(model.parameters())
     train(model, run, optimizer, rank, ranks, steps=range(PLANNED + 1))
@@ -484,7 +484,7 @@ def too_large(mesh, device_memory):
     model, steps, said = None, 0, ""
     try:
         model, run, rank, ranks = opened(
-            mesh, {**ROOMY, "device_memory": device_memory, "stage": 2}
+            mesh, {**ROOMY, "device_memory": device_memory, "stage": 2}, blocks=2
         )
         optimizer = adamw(model.parameters())
         for steps in range(PLANNED):
@@ -511,7 +511,7 @@ def built_too_large(mesh):
     """The error of a stage that the device has no room for, where the model is built."""
     fields, built = {**ROOMY, "device_memory": "400KiB", "stage": 2}, []
     with pytest.raises(BudgetExceeded) as refused, zcompile.init(mesh=mesh, **fields):
-        built.append(words())
+        built.append(words(blocks=2))
     return str(refused.value)
 
 

@@ -71,7 +71,7 @@ CASES = {
     ),
     "lengths": (UNPLANNED, {}, {"lengths": (8, 6, 7)}),
     # The loss is summed over pieces of its tokens: all of a weight's gradient is one tile.
-    "tokens": ({**BUDGETS, "residency": False}, {}, {"lengths": (384,)}),
+    "tokens": ({**BUDGETS, "residency": False}, {"blocks": 2}, {"lengths": (384,)}),
 }
 
 

@@ -1,5 +1,7 @@
 """Several ranks train one model: the numbers do not depend on how many they are."""
 
+import sys
+
 import pytest
 import torch
 from rank_models import batch, optimizer_named, state_of, train, trained_eagerly, words
@@ -36,10 +38,15 @@ def test_ranks_end_with_the_bits_of_one_process(pool, ranks, optimizer):
     assert pool.run(trained, ranks, optimizer) == [trained_eagerly(optimizer)] * ranks
 
 
+LARGER = {"blocks": 2}
+"""More than fits where little does."""
+
+
 @pytest.mark.parametrize("partition", sampled(["slices", "owner"], "slices"))
 def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, partition, tmp_path):
     fields = {"host_memory": "1MiB", "disk": str(tmp_path), "partition": partition}
-    assert pool.run(trained, 2, "adamw", 0.0, fields) == [trained_eagerly("adamw")] * 2
+    expected = trained_eagerly("adamw", **LARGER)
+    assert pool.run(trained, 2, "adamw", 0.0, fields, LARGER) == [expected] * 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rank-0", "rank-1"]
 
 
@@ -47,7 +54,8 @@ def test_ranks_end_with_the_bits_of_one_process_from_disk(pool, partition, tmp_p
 def test_slow_links_change_no_bit(pool):
     """What an optimizer's step still stores is read from bytes that the next forward gathers to."""
     fields = {"throttle": {"d2h": "1.5MB/s"}, "device_memory": "1MiB"}
-    assert pool.run(trained, 2, "sgd", 0.0, fields) == [trained_eagerly("sgd")] * 2
+    expected = trained_eagerly("sgd", **LARGER)
+    assert pool.run(trained, 2, "sgd", 0.0, fields, LARGER) == [expected] * 2
 
 
 @pytest.mark.slow  # tests/ranks/test_stages.py has tied weights
@@ -125,3 +133,12 @@ def test_a_model_that_is_closed_leaves_no_collective_out(pool):
     for ended in pool.run(closed_behind_a_backward, 2):
         assert ended
         assert all(ended)
+
+
+def has_imported(mesh):
+    return "rank_imports" in sys.modules
+
+
+def test_ranks_are_forked_from_one_that_has_imported_all(pool):
+    """Else nothing fails but time: a fork server passes over what it does not find."""
+    assert pool.run(has_imported, 2) == [True] * 2

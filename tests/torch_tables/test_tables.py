@@ -1,6 +1,8 @@
 """PyTorch's own tables of ops, modules and optimizers: bit-equal with offload, or refused.
 
-A sample here; all of it in the slow tests, and by `python -m torch_tables` (see there).
+A sample here; all of it in the slow tests, and by `python -m torch_tables` (see there). What takes
+seconds to import, torch's tables, is imported by the tests that use it: every process of tests
+imports this file.
 """
 
 import json
@@ -9,11 +11,10 @@ from collections import Counter
 
 import pytest
 import torch
-from torch_tables import ops, pool, suite, training
+from torch_tables import pool, suite
 from torch_tables.__main__ import reported
 from torch_tables.outcomes import judged
 from torch_tables.tiers import TIERS, Tier
-from torch_tables.training import Run
 
 from zcompile.runtime.eager.streaming import Chunked
 
@@ -150,6 +151,8 @@ def test_a_wrong_value_is_seen():
 
 def test_an_op_that_does_nothing_is_seen_in_every_table(monkeypatch, tmp_path):
     """What streams leaves its operands as they were: results and steps of optimizers are wrong."""
+    from torch_tables import ops, training
+
     monkeypatch.setattr(Chunked, "__call__", lambda self, first, last, values: None)
     monkeypatch.setattr(Chunked, "joins", lambda self, other: False)
     tier = Tier("host", tmp_path)
@@ -164,6 +167,8 @@ def test_an_op_that_does_nothing_is_seen_in_every_table(monkeypatch, tmp_path):
 
 def test_what_is_refused_is_not_called_random(monkeypatch, tmp_path):
     """Though torch itself gives other values each time."""
+    from torch_tables import ops
+
     monkeypatch.setattr(ops.Case, "_differences", lambda *sides: iter(["result: other values"]))
     tier = Tier("host", tmp_path)
     (op,) = ops.ops_named(["mul"])
@@ -185,6 +190,8 @@ def test_a_report_that_was_broken_off_is_taken_up(tmp_path):
 
 
 def test_what_both_sides_refuse_is_not_called_equal():
+    from torch_tables.training import Run
+
     ours, torchs = Run(error=RuntimeError("no")), Run(error=RuntimeError("no"))
     assert judged(torchs, ours, lambda a, b: []).kind == "raises"
     assert judged(torchs, Run(), lambda a, b: []).kind == "different"

@@ -51,7 +51,7 @@ def accepted(made: Schedule) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", sampled([*SMALL_MODELS, *TILED], *UNALIKE[::2], *TILED))
+@pytest.mark.parametrize("name", sampled([*SMALL_MODELS, *TILED], *UNALIKE[1::2], *TILED))
 def test_in_a_real_backward_those_stay_that_are_whole_and_whose_memory_is_their_own(name):
     seen = 0
     for made in compiled(name):

@@ -21,20 +21,14 @@ DIFFER = {
     ("figure-6a", "ZeRO-2"),
     ("figure-6a", "Infinity-NVMe"),
 }
-ROWS = [(figure, row) for figure, rows in FIGURES.items() for row in rows(dgx2)]
 
 
-@pytest.mark.parametrize(
-    ("figure", "row"),
-    [
-        pytest.param(figure, row, id=f"{figure}: {row.name}")
-        for figure, row in ROWS
-        if row.paper is not None
-    ],
-)
-def test_a_figure_of_the_paper_is_met_or_explained(figure, row):
-    assert row.agrees is ((figure, row.name) not in DIFFER), row
-    assert row.agrees or row.why
+@pytest.mark.parametrize("figure", FIGURES)
+def test_a_figure_of_the_paper_is_met_or_explained(figure):
+    """Its rows are computed here: every process of tests imports this file, and one runs it."""
+    rows = [row for row in FIGURES[figure](dgx2) if row.paper is not None]
+    assert [row for row in rows if row.agrees is ((figure, row.name) in DIFFER)] == []
+    assert [row for row in rows if not row.agrees and not row.why] == []
 
 
 def test_a_tolerance_is_fifteen_percent_and_a_formula_has_none():

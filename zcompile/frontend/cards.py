@@ -20,7 +20,7 @@ from zcompile.ir.units import show_size
 from zcompile.runtime.open import default_budgets, settled
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric, digest_of
 
-log = logging.getLogger("zcompile.frontend.ranks")
+log = logging.getLogger(__name__)
 
 CHOOSE_A_CARD = "call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before zcompile.offload"
 

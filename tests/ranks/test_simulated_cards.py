@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 import torch
-from rank_models import optimizer_named, state_of, train, trained_eagerly, words
+from rank_models import batch, optimizer_named, state_of, train, trained_eagerly, words
 from sampled import sampled
 from streams.knowledge import simulated
 from streams.mutants import OF_RANKS
@@ -100,6 +100,31 @@ def test_ranks_on_cards_end_with_the_bits_of_one_process(pool, mode, tmp_path):
         assert state == expected
         assert pairs == {}
         assert accesses > 100
+
+
+def outside_of_graphs(mesh, simulates):
+    """The state after what no schedule has: a backward that is not compiled, clipping, a gradient
+    that a user sets, and ops on whole tensors, one of which draws."""
+    with contextlib.ExitStack() as inside:
+        if simulates:
+            _, model, made, _ = inside.enter_context(on_a_card(mesh, "streaming"))
+        else:
+            model, made, _ = inside.enter_context(offloaded(mesh, "streaming"))
+        model(*batch(0, mesh.get_local_rank())).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        weight = model.head.weight
+        weight.grad = weight.grad.on_host() * 0.5
+        made.step()
+        with torch.no_grad():
+            torch.manual_seed(5)
+            torch.nn.init.orthogonal_(model.blocks[0].up.weight)
+            model.blocks[1].up.weight.copy_(model.blocks[0].up.weight.on_host().flip(0))
+            model.table.weight.normal_()
+        return norm.item(), state_of(model, made)
+
+
+def test_what_is_done_outside_of_graphs_has_the_same_values_on_cards(pool):
+    assert pool.run(outside_of_graphs, 2, True) == pool.run(outside_of_graphs, 2, False)
 
 
 def pairs_of_mutants(mesh, mode, names):

@@ -48,6 +48,29 @@ def test_a_gather_waits_for_what_still_reads_bytes_that_it_fills():
     assert call.tickets == {7: "promise"}
 
 
+def test_small_gradients_cross_behind_what_copies_them_to_the_host():
+    """The marks of regions that made them are older: compute copies them since."""
+    asked = []
+
+    def exchange_all(flats, after):
+        asked.append((flats, after))
+        return [SimpleNamespace(ticket="promise") for _ in flats]
+
+    taken = []
+    call = SimpleNamespace(
+        bucket=[("leaf", torch.ones(3))],
+        store=SimpleNamespace(device=SimpleNamespace(mark=lambda: "now")),
+        tickets={},
+        gradients=SimpleNamespace(exchanged=SimpleNamespace(take=lambda *x: taken.append(x))),
+        _after=lambda tickets: [f"ticket {t}" for t in tickets],
+        _fabric=SimpleNamespace(exchange_all=exchange_all),
+    )
+    _Call._exchange_bucket(call, SimpleNamespace(after=(Ticket(3),), ticket=Ticket(7)))
+    assert [after for _, after in asked] == [["ticket 3", "now"]]
+    assert call.tickets == {7: "promise"}
+    assert len(taken) == 1
+
+
 @given(st.integers(1, 200_000), st.integers(1, 9))
 def test_every_element_is_held_once(numel, ranks):
     parts = [Partition(numel, rank, ranks) for rank in range(ranks)]

@@ -172,6 +172,12 @@ class Memory:
                     self.pairs[Pair(_said(old), "freed")] += 1
                 self._drop(old)
 
+    def gone(self, begin: int, end: int) -> None:
+        """Memory that nobody but host threads touches, each while it holds it, is let go of."""
+        with LOCK:
+            for old in self._within(begin, end):
+                self._drop(old)
+
     def forget(self) -> None:
         """All is over, and known to all."""
         with LOCK:

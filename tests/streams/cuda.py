@@ -23,9 +23,9 @@ from streams.clocks import LOCK, Doer, Memory, joined, knowing, known, learn, sc
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zcompile.ir.torch_compat import storage_of
+from zcompile.ir.torch_compat import storage_of, without_modes
 from zcompile.runtime.device.arena import Arena
-from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.device.cuda import CudaCopier, CudaDevice
 
 _THREADS = threading.local()
 
@@ -90,6 +90,7 @@ class Simulation:
         self._sources: list[Any] = []
         self.compute = Stream(name="compute")
         self.pinned: list[tuple[int, int]] = []
+        self._hosted: dict[int, Any] = {}
         self.transfers: Counter[str] = Counter()
         self._storages: dict[int, Any] = {}
         self.cuda = SimpleNamespace(
@@ -125,6 +126,22 @@ class Simulation:
     def is_pinned(self, memory: Tensor) -> bool:
         at = memory.data_ptr()
         return any(begin <= at < end for begin, end in self.pinned)
+
+    def lies_on_host(self, made: Tensor) -> Tensor:
+        """Memory that is the host's own, without being pinned; returns it."""
+        storage = storage_of(made)
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+        def gone(_: object) -> None:
+            self._hosted.pop(begin, None)
+            self.memory.gone(begin, end)
+
+        if begin:
+            self._hosted[begin] = weakref.ref(storage, gone)
+        return made
+
+    def is_on_host(self, memory: Tensor) -> bool:
+        return self.is_pinned(memory) or storage_of(memory).data_ptr() in self._hosted
 
     @contextlib.contextmanager
     def computing(self, label: str) -> Iterator[None]:
@@ -169,7 +186,7 @@ class Simulation:
 
     def pinned_spans(self, tensors: list[Tensor]) -> "Spans":
         """Those that copies touch too."""
-        return spans([t for t in tensors if t.numel() and self.is_pinned(t)])
+        return spans([t for t in tensors if t.numel() and self.is_on_host(t)])
 
     def note_source(self, source: Tensor) -> None:
         """A copy to the host is about to be asked for."""
@@ -316,7 +333,17 @@ class SimulatedCuda(CudaDevice):
         self.torch_device = torch.device("cpu")
 
     def is_on_host(self, memory):
-        return self.simulation.is_pinned(memory)
+        return self.simulation.is_on_host(memory)
+
+    def copier(self, name):
+        super().copier(name)
+        stream = self._own_streams[-1]
+        stream.name = f"{name} of ranks"
+        return SimulatedCopier(self, stream, name)
+
+    def host_row(self, numel, dtype):
+        with without_modes():
+            return self.simulation.lies_on_host(torch.empty(numel, dtype=dtype))
 
     def owning_view(self, memory, watch):
         array: Any = (ctypes.c_ubyte * max(memory.numel(), 1)).from_address(memory.data_ptr())
@@ -350,6 +377,15 @@ class SimulatedCuda(CudaDevice):
                 work()
 
         return super()._on_stream(direction, watched, after, name)
+
+
+class SimulatedCopier(CudaCopier):
+    """What a lane of ranks copies with: its copies are work on its stream."""
+
+    def enqueue(self, target, source):
+        simulation = self._device.simulation
+        with simulation.computing(f"{self.name} of ranks"), simulation.watching():
+            return super().enqueue(target, source)
 
 
 def host_wait(what: str) -> None:

@@ -5,6 +5,7 @@
     queues      a job knows what its submitter knew
     entries     a transfer knows those on its entry that it follows, over by now or waited for
     memory      who is given bytes of the ring, or of the host tier, knows those who gave them back
+    lanes       of ranks: a thread carries out one collective after the other, and knows the last
 
 A lock by itself tells nothing, and a promise that happens to be kept is not kept for who has not
 waited for it (`done`): what holds then holds at any speed of threads, links and compute.
@@ -21,9 +22,13 @@ import torch
 from streams.clocks import LOCK, Clock, joined, knowing, known, knows, learn, scope, told
 from streams.cuda import Event, SimulatedCuda, Simulation, host_wait
 
+from zcompile.ir.torch_compat import without_modes
 from zcompile.runtime import executor, open
 from zcompile.runtime.device import cuda
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
+from zcompile.runtime.gradients import exchanged
+from zcompile.runtime.ranks import fabric, transport
+from zcompile.runtime.ranks.transport import Channel, PinnedMessages
 from zcompile.runtime.store import resident
 from zcompile.runtime.tiers import host
 from zcompile.runtime.tiers.base import Extent, Place
@@ -53,6 +58,7 @@ def simulated() -> Iterator[Simulation]:
         _disk(patch, made)
         _on_the_host(patch, made)
         _compute(patch, made)
+        _ranks(patch, made)
         yield made
 
 
@@ -461,3 +467,67 @@ def _compute(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
             compute(run, values, targets)
 
     patch.setattr(executor, "compute", compute_named)
+
+
+# --- Ranks ---
+
+
+def _ranks(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
+    """What lanes do: gloo reads and writes memory of the host from when a message is handed over
+    until it has been waited for."""
+    carry, bring = PinnedMessages.carry, PinnedMessages.bring
+    send, receive, wait = Channel.send, Channel.receive, Channel.wait
+    host_rows = transport.host_rows
+    lanes: dict[int, Clock] = defaultdict(dict)
+    """By the id of what carries messages: what its thread knows."""
+    carried: dict[int, tuple[Any, list[tuple[int, int]], bool]] = {}
+    """By the id of what is waited for: that, the bytes, and whether they are written."""
+
+    def as_its_thread(function):
+        @functools.wraps(function)
+        def act(self, *given):
+            told(lanes[id(self)])
+            function(self, *given)
+            lanes[id(self)] = known()
+
+        return act
+
+    def handing_over(function, writes):
+        @functools.wraps(function)
+        def hand_over(self, peer, tensor):
+            ranges = simulation.pinned_spans([tensor])
+            work = function(self, peer, tensor)
+            carried[id(work)] = work, ranges, writes
+            simulation.on_host("message", *(([], ranges) if writes else (ranges, [])))
+            return work
+
+        return hand_over
+
+    @functools.wraps(wait)
+    def wait_and_touch(self, peer, work):
+        wait(self, peer, work)
+        _, ranges, writes = carried.pop(id(work))
+        simulation.on_host("message", *(([], ranges) if writes else (ranges, [])))
+
+    def copy(target, source, nbytes):
+        pinned = simulation.pinned_spans
+        simulation.on_host("lane", pinned([source[:nbytes]]), pinned([target[:nbytes]]))
+        copy_bytes(target, source, nbytes)
+
+    @functools.wraps(bring)
+    def bring_seen(self, target, source):
+        simulation.on_host("lane", simulation.pinned_spans([source]), [])
+        bring(self, target, source)
+
+    def rows(*shape):
+        with without_modes():  # the host makes it
+            return simulation.lies_on_host(host_rows(*shape))
+
+    patch.setattr(transport, "copy_bytes", copy)
+    patch.setattr(PinnedMessages, "carry", as_its_thread(carry))
+    patch.setattr(PinnedMessages, "bring", as_its_thread(bring_seen))
+    patch.setattr(Channel, "send", handing_over(send, writes=False))
+    patch.setattr(Channel, "receive", handing_over(receive, writes=True))
+    patch.setattr(Channel, "wait", wait_and_touch)
+    for module in (fabric, exchanged):
+        patch.setattr(module, "host_rows", rows)

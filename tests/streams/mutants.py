@@ -13,11 +13,13 @@ from types import FunctionType
 from typing import Any
 
 from zcompile.runtime.device import cuda
-from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.device.cuda import CudaCopier, CudaDevice
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.foresight import Foresight
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.live_memory import InFlightGradients, PendingReads
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.transport import PinnedMessages
 from zcompile.runtime.store import resident
 from zcompile.runtime.transfer import transfer
 from zcompile.runtime.transfer.one_copy import OneCopy
@@ -363,6 +365,68 @@ OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
     ),
 }
 """What is broken -> the use of a store in which it is looked for (`test_stores`), and the edits."""
+
+OF_RANKS: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    "a gather begins before this rank's share has come": (
+        "streaming",
+        (Edit(_Call, "_gather", "*self._after(gather.after), *readers]", "*readers]"),),
+    ),
+    "a lane waits for nothing": (
+        "streaming",
+        (Edit(Fabric, "_submit", "ticket.wait()", "pass"),),
+    ),
+    "compute does not wait for a gather": (
+        "streaming",
+        (Edit(_Call, "_wait", "self._join(self.tickets[wait.ticket])", "pass"),),
+    ),
+    "a gather is over before its copies to the device are": (
+        "streaming",
+        (
+            Edit(
+                PinnedMessages,
+                "_carry",
+                "for marks in landing:\n        self._await(marks)",
+                "pass",
+            ),
+        ),
+    ),
+    "a gradient crosses before compute has made it": (
+        "streaming",
+        (
+            Edit(
+                _Call,
+                "_exchange",
+                "[*self._after(x.after), self.store.device.mark()]",
+                "[]",
+            ),
+        ),
+    ),
+    "a block is sent before it is copied from the device": (
+        "streaming",
+        (Edit(PinnedMessages, "_carry", "ready.wait()", "pass"),),
+    ),
+    "what this rank itself brings is taken before it is copied from the device": (
+        "streaming",
+        (Edit(PinnedMessages, "_take", "ready.wait()", "pass"),),
+    ),
+    "a block receives anew what the device has yet to copy": (
+        "small blocks",
+        (Edit(PinnedMessages, "_carry", "self._await(landing[n % SETS])", "pass"),),
+    ),
+    "the event of a copy of a lane is recorded before the copy": (
+        "streaming",
+        (
+            Edit(
+                CudaCopier,
+                "enqueue",
+                "target.copy_(source, non_blocking=True)\n        made.event.record(self._stream)",
+                "made.event.record(self._stream)\n        target.copy_(source, non_blocking=True)",
+            ),
+        ),
+    ),
+}
+"""What is broken -> the mode in which `tests/ranks/test_simulated_cards.py` looks for it, and the
+edits."""
 
 EQUIVALENT: dict[str, tuple[str, tuple[Edit, ...]]] = {
     # What is put to the device is moved by compute, and came from compute: one stream.

@@ -12,7 +12,7 @@ them whole.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -409,10 +409,13 @@ def restore(
     extra: dict[str, Any] = unpack(source.meta["extra"], read)
     states = unpack(source.meta["rng"], read)
     ranks = {name: states.pop(name) for name in list(states) if name.startswith(OF_RANK)}
+    fabric, cards = fabric_behind(model), _cards(held)
     for device, state in states.items():
-        _set_random_state(device, state)
-    if (fabric := fabric_behind(model)) is not None and fabric.rank > 0:
-        _set_state_of_rank(fabric, ranks)
+        # Each of several ranks has a card of its own, whatever that of rank 0 is called.
+        mine = fabric is not None and torch.device(device).type == "cuda" and len(cards) == 1
+        _set_random_state(cards[0] if mine else device, state)
+    if fabric is not None and fabric.rank > 0:
+        _set_state_of_rank(fabric, ranks, cards)
     return extra
 
 
@@ -518,11 +521,19 @@ def fabric_behind(model: nn.Module) -> Fabric | None:
     return None
 
 
-def _set_state_of_rank(fabric: Fabric, stored: Mapping[str, Tensor]) -> None:
-    """Restore the random state of a rank but the first; derive one, if others were saved."""
+def _set_state_of_rank(fabric: Fabric, stored: Mapping[str, Tensor], cards: Sequence[str]) -> None:
+    """Restore the random states of a rank but the first; derive others, if others were saved.
+
+    cards  that the model is on here
+    """
     own = stored.get(f"{OF_RANK}{fabric.rank}")
     if own is not None and len(stored) == fabric.size - 1:
-        torch.set_rng_state(own)
+        length = torch.get_rng_state().numel()
+        torch.set_rng_state(own[:length])
+        if cards and own.numel() > length:
+            torch.cuda.set_rng_state(own[length:], cards[0])
+        elif cards:
+            torch.cuda.manual_seed(torch.initial_seed() + fabric.rank)
         return
     drawn = int(torch.randint(1 << 62, ()))
     torch.manual_seed(drawn + fabric.rank)
@@ -535,15 +546,24 @@ def _set_state_of_rank(fabric: Fabric, stored: Mapping[str, Tensor]) -> None:
 
 
 def _random_states(held: ModelState, fabric: Fabric | None) -> dict[str, Tensor]:
-    """Random states of the CPU, of all ranks, and of the CUDA devices that the model is on."""
-    states = {"cpu": torch.get_rng_state()}
+    """Random states of the CPU, of all ranks, and of the CUDA devices that the model is on.
+
+    That of another rank is one row: of its CPU, then of its card, if it has one.
+    """
+    states, cards = {"cpu": torch.get_rng_state()}, _cards(held)
     if fabric is not None:
-        rows = fabric.rows(states["cpu"])
-        states = {"cpu": rows[0]}
+        own, length = states["cpu"], states["cpu"].numel()
+        if cards:
+            own = torch.cat([own, torch.cuda.get_rng_state(cards[0])])
+        rows = fabric.rows(own)
+        states = {"cpu": rows[0][:length]}
         states |= {f"{OF_RANK}{rank}": row for rank, row in enumerate(rows) if rank}
-    for device in {t.device for t in held.tensors.values() if t.device.type == "cuda"}:
-        states[str(device)] = torch.cuda.get_rng_state(device)
-    return states
+    return states | {card: torch.cuda.get_rng_state(card) for card in cards}
+
+
+def _cards(held: ModelState) -> list[str]:
+    """The CUDA devices that a model is on."""
+    return sorted({str(t.device) for t in held.tensors.values() if t.device.type == "cuda"})
 
 
 def _set_random_state(device: str, state: Tensor) -> None:

@@ -28,6 +28,7 @@ from zcompile.errors import (
     ZinfError,
     more_device_memory,
 )
+from zcompile.frontend.cards import settled_on_cards
 from zcompile.ir.partition import partition_of
 from zcompile.ir.torch_compat import keys_below, store_of_torchrun
 from zcompile.ir.types import Layout
@@ -102,7 +103,7 @@ def open_fabric(config: Config) -> Fabric | None:
             "zcompile.init; or say mesh=False if a model per rank is what you want, each with a "
             "disk directory of its own",
         )
-    ranks = _ranks_of(config.mesh)
+    ranks = _ranks_of(config.mesh, config.device or "cpu")
     _refuse_unready(config)
     if config.ranks_per_node and len(ranks) % config.ranks_per_node:
         raise ConfigInvalid(
@@ -111,8 +112,10 @@ def open_fabric(config: Config) -> Fabric | None:
             f"does not divide the {len(ranks)} ranks, and every node has as many; give a number "
             "that does, or leave it out",
         )
-    whole = len(ranks) == dist.get_world_size()
-    group = None if whole else config.mesh.get_group()
+    # A group of a mesh on CUDA may carry nothing that lies on the host.
+    whole, own = len(ranks) == dist.get_world_size(), is_mesh(config.mesh)
+    own = own and config.mesh.device_type != "cpu"
+    group = None if whole or own else config.mesh.get_group()
     return Fabric(ranks, group, float(config.rank_timeout))
 
 
@@ -166,7 +169,7 @@ def _find_ranks() -> None:
     dist.init_process_group("gloo", store=keys_below(start, store), rank=rank, world_size=size)
 
 
-def _ranks_of(mesh: Any) -> list[int]:
+def _ranks_of(mesh: Any, device: str) -> list[int]:
     """The ranks of the world that train together. raises  ConfigInvalid"""
     if mesh is None:
         return list(range(dist.get_world_size()))
@@ -177,9 +180,12 @@ def _ranks_of(mesh: Any) -> list[int]:
             f"has {mesh.ndim} dimensions; give the one whose ranks share the parameters, as "
             'mesh["dp"] (replicating groups of ranks are not there yet)',
         )
-    if mesh.device_type != "cpu":
+    if mesh.device_type not in ("cpu", torch.device(device).type):
         raise ConfigInvalid(
-            "mesh", mesh, f"is of {mesh.device_type!r}: several ranks train on device='cpu' so far"
+            "mesh",
+            mesh,
+            f"is of {mesh.device_type!r}, and the device is {device!r}; give one of that type, or "
+            "of 'cpu', whose group carries what ranks agree on",
         )
     # As their process group, and `mesh.get_local_rank()`, number them, whatever their order is.
     ranks = sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
@@ -190,17 +196,11 @@ def _ranks_of(mesh: Any) -> list[int]:
 
 def _refuse_unready(config: Config) -> None:
     """Refuse what several ranks cannot do together yet. raises  Unsupported"""
-    asked = {
-        f"device={config.device!r}": torch.device(config.device or "cpu").type != "cpu",
-        f"stage=2 with tile_bytes={config.tile_bytes}": config.stage == 2
-        and config.tile_bytes is not None,
-    }
-    if said := [text for text, holds in asked.items() if holds]:
+    if config.stage == 2 and config.tile_bytes is not None:
         raise Unsupported(
-            f"{', '.join(said)} is asked for, and several ranks train one model: that is not "
-            "there yet together",
-            "leave it out (the device is 'cpu'); or start one process; or give mesh=False for a "
-            "model per rank",
+            f"stage=2 with tile_bytes={config.tile_bytes} is asked for, and several ranks train "
+            "one model: that is not there yet together",
+            "leave one of them out; or start one process; or give mesh=False for a model per rank",
         )
 
 
@@ -232,10 +232,16 @@ def tell_of_tiles(config: Config, graph: str, tiled: Sequence[str]) -> None:
 
 
 def config_of_rank(config: Config, fabric: Fabric) -> Config:
-    """What this rank opens: directories of its own, and its part of the machine's memory where no
-    budget is given."""
+    """What this rank opens: directories of its own, and its part of the memory of the machine, and
+    of its card, where no budget is given.
+
+    raises  ConfigInvalid, DeviceTooSmall; RanksDiffer, RankFailed
+    """
     here = fabric.ranks_on_this_host
     part = machine_bytes() // SHARE_OF_MACHINE // here
+    of_device = part
+    if torch.device(config.device or "cpu").type == "cuda":
+        config, of_device = settled_on_cards(config, fabric)
     disks = config.disk if isinstance(config.disk, tuple) else ()
     for path in disks:
         Path(path).mkdir(mode=0o700, exist_ok=True)
@@ -248,7 +254,7 @@ def config_of_rank(config: Config, fabric: Fabric) -> Config:
     ]
     return replace(
         config,
-        device_memory=config.device_memory or part,
+        device_memory=config.device_memory or of_device,
         host_memory=config.host_memory or part,
         disk=tuple(own) or None,
         dump=dump,
@@ -263,6 +269,7 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
     # Throttles first: behind a machine, which takes many words, they would be cut off.
     rows = {f"throttle[{link!r}]": str(rate) for link, rate in _between_ranks(config).items()}
     rows |= {name: str(getattr(config, name)) for name in (*ALIKE, "residency")}
+    rows["device"] = torch.device(config.device or "cpu").type  # which card is up to a rank
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
     text = ", ".join(f"{name}={value}" for name, value in rows.items())
     same = {name: value for name, value in rows.items() if name != "residency"}

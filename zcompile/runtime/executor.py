@@ -769,7 +769,6 @@ class _Call:
 
     def _exchange(self, x: Exchange) -> None:
         leaf, entry = self.leaves[x.entry], self.entries[x.entry]
-        after = self._after(x.after) or [self.store.device.mark()]
         grad, cast = self.values[x.value], self.schedule.narrow_gradients.get(x.entry)
         narrow = cast is not None and grad.dtype is cast.copy_dtype
         wide_bytes = 0
@@ -779,8 +778,10 @@ class _Call:
         if cast is not None and wide:
             wide_bytes = grad.numel() * cast.dtype.itemsize
             self._expect(wide_bytes, self.schedule.departing_bytes)
-            grad, narrow, after = grad.to(cast.dtype), False, [*after, self.store.device.mark()]
+            grad, narrow = grad.to(cast.dtype), False
         seen, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow, x.is_tile)
+        # Hooks may have changed it, and it may be a copy: compute has got further than `x.after`.
+        after = [*self._after(x.after), self.store.device.mark()]
         made = self._fabric.exchange(grad, entry.partition, entry.name, after, x.tile)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
         if wide_bytes:
@@ -790,7 +791,7 @@ class _Call:
     def _exchange_bucket(self, x: ExchangeBucket) -> None:
         """Start exchanging small gradients; what all ranks make of each becomes that."""
         packed, self.bucket = self.bucket, []
-        after = self._after(x.after) or [self.store.device.mark()]
+        after = [*self._after(x.after), self.store.device.mark()]  # behind the copies to the host
         found = self._fabric.exchange_all([flat for _, flat in packed], after)
         self.tickets[x.ticket] = found[0].ticket
         for (leaf, flat), exchanged in zip(packed, found, strict=True):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zcompile.frontend.dry_run.device import blank
 from zcompile.ir.partition import Partition, SharedRange
+from zcompile.runtime.device.base import Device
 from zcompile.runtime.ranks.fabric import Exchanged, Fabric, Marked, received
 from zcompile.runtime.transfer.ticket import Promise, Ticket
 
@@ -32,6 +33,9 @@ class DryRunFabric(Fabric):
     @property
     def ranks_on_this_host(self) -> int:
         return 1
+
+    def carry_for(self, device: Device) -> None:
+        return
 
     def compare(self, what: str, value: bytes, *detail: object, text: str = "") -> list[bytes]:
         return [value] * self.size

@@ -35,6 +35,21 @@ class CopyListener(Protocol):
         again."""
 
 
+class Copier(Protocol):
+    """Copies on a stream of its own, for one thread, which waits for what the copies come after."""
+
+    def enqueue(self, target: Tensor, source: Tensor) -> Ticket:
+        """Enqueue a copy between device memory and pinned memory of the host, behind those before.
+
+        Returns a mark that is complete once the copy is over, until when the caller keeps both.
+        target, source  uint8 [n], contiguous
+        raises          RuntimeError
+        """
+
+    def synchronize(self) -> None:
+        """Wait until all copies are over. raises RuntimeError"""
+
+
 class CopyStreams(Protocol):
     """The streams of a device that orders copies itself, by events."""
 
@@ -56,6 +71,16 @@ class CopyStreams(Protocol):
         name    of the entry whose bytes are copied, for people
         raises  RuntimeError
         """
+
+    def copier(self, name: str) -> Copier:
+        """Copies on a stream beside compute and beside the two directions.
+
+        name  for people
+        """
+
+    def host_row(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the host that compute copies to without holding the host up: [numel]. It is not
+        lent to others while such a copy is on its way."""
 
     def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
         """Run a job that waits for marks of this direction in the thread that hears of the ends of

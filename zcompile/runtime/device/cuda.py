@@ -49,6 +49,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._meter = meter
         self._streams = {link: _CUDA.Stream(self.torch_device) for link in ("h2d", "d2h")}
+        self._own_streams: list[Any] = []
+        """Of copiers."""
         self._compute: Any = None
         self._locks = {link: threading.Lock() for link in self._streams}
         workers = start_workers({of: f"zinf-{of}" for of in ("h2d", "d2h", "host")}, 1, crashed)
@@ -163,7 +165,7 @@ class CudaDevice:
         for workers in (*self._reapers.values(), self._host):
             workers.stop()
         if self._pinned:
-            for stream in self._streams.values():
+            for stream in (*self._streams.values(), *self._own_streams):
                 stream.synchronize()
         while self._pinned:
             _CUDA.cudart().cudaHostUnregister(self._pinned.pop().data_ptr())
@@ -218,6 +220,15 @@ class CudaDevice:
         self._meter.moved(direction, target.numel())
         return mark
 
+    def copier(self, name: str) -> "CudaCopier":
+        stream = _CUDA.Stream(self.torch_device)
+        self._own_streams.append(stream)
+        return CudaCopier(self, stream, name)
+
+    def host_row(self, numel: int, dtype: torch.dtype) -> Tensor:
+        # Of torch's allocator of pinned memory, which waits for copies that did not block.
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
     def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
         self._reapers[direction].submit(job)
 
@@ -234,6 +245,27 @@ class CudaDevice:
         if error is None and nbytes:
             self._meter.moved(direction, nbytes)
         listener.landed(error)
+
+
+class CudaCopier:
+    """A `Copier` on a stream.
+
+    name  of whose it is, for people
+    """
+
+    def __init__(self, device: CudaDevice, stream: Any, name: str) -> None:
+        self.name = name
+        self._device, self._stream = device, stream
+
+    def enqueue(self, target: Tensor, source: Tensor) -> "Mark":
+        made = Mark(self._device, self._device._events)
+        with _CUDA.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            made.event.record(self._stream)
+        return made
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
 
 
 class _Pooled:

@@ -494,6 +494,10 @@ def _bytes_of(entry: Entry, *, fetch: bool) -> Tensor:
     if entry.key in session.births:
         return session.read_all(entry)
     if entry.partition is not None:  # gathered in memory of the host
+        if session.device.streams is not None:  # which compute does not reach
+            bytes_ = session.arena.take(entry.whole_bytes, entry.name)
+            session.wait_for_readers(bytes_)
+            return bytes_.copy_(session.whole(entry)) if fetch else bytes_
         blank = torch.empty(entry.whole_bytes, dtype=torch.uint8, device="cpu")
         return session.whole(entry) if fetch else blank
     bytes_ = session.arena.take(entry.nbytes, entry.name)

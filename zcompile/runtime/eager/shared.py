@@ -27,6 +27,8 @@ ONE_RANK = LIKES | NEWS | {aten.rand_like.default, aten.randn_like.default, aten
 """Ops that ask a tiered tensor for no values."""
 MOST_NAMED = 3
 """Most tensors of an op that an error names."""
+VALUED = ("cpu", "cuda")
+"""Types of devices where plain operands have values."""
 MOST_NUMBERS = 8
 """Most numbers of an op that an error tells."""
 
@@ -96,18 +98,26 @@ def agreement_on(
             born = born or tiered.entry.key in session_of(tiered.entry).births
             details += (tiered.entry.name, tiered.entry_layout)
         elif isinstance(leaf, Tensor):
-            details.append(leaf if keeps and leaf.is_cpu else str(type(leaf)))
+            details.append(leaf if keeps and leaf.device.type in VALUED else str(type(leaf)))
         else:
             details.append(str(type(leaf)))
             if isinstance(leaf, int | float | complex | str | torch.dtype | None):
                 details.append(leaf)
     if torch.Tag.nondeterministic_seeded in func.tags and not born:  # its value is compared then
-        generator = kwargs.get("generator")
-        state = torch.get_rng_state() if generator is None else generator.get_state()
-        details += ("draws from", state)
+        details += ("draws from", _random_state(kwargs.get("generator"), leaves))
     numbers = [f"{key}={value}" for key, value in kwargs.items() if isinstance(value, float)]
     numbers += [f"{leaf}" for leaf in leaves if isinstance(leaf, float) and not numbers]
     return Agreement(details, dict.fromkeys(names), dict.fromkeys(numbers))
+
+
+def _random_state(generator: torch.Generator | None, leaves: Sequence[Any]) -> Tensor:
+    """The state of the generator that an op draws from: its own, or that of the device."""
+    if generator is not None:
+        return generator.get_state()
+    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), None)
+    if device is not None and device.type == "cuda":
+        return torch.cuda.get_rng_state(device)
+    return torch.get_rng_state()
 
 
 def agree_on_found_inf(fabric: Fabric, func: Dispatched, args: Sequence[Any]) -> None:
@@ -141,13 +151,14 @@ def norms_over_ranks(
     order = Measure(func, rest, tuple(sorted(kwargs.items())), lists).order
     if order is None or order <= 0:
         return None
-    own = torch.stack([_power_sum(tensor.entry, tensor.dtype, order) for tensor in tensors])
+    # Entries rest on the host and on the device: numbers meet on the host.
+    own = torch.stack([_power_sum(tensor.entry, tensor.dtype, order).cpu() for tensor in tensors])
     shared = [n for n, tensor in enumerate(tensors) if tensor.entry.partition is not None]
     if shared:
         own[shared] = fabric.sums(own[shared], largest=order == float("inf"))
     values = own if order == float("inf") else own.pow(1.0 / order)
     made = [
-        value.to(kwargs.get("dtype") or tensor.dtype.to_real())
+        value.to(tensor.device, kwargs.get("dtype") or tensor.dtype.to_real())
         for value, tensor in zip(values, tensors, strict=True)
     ]
     return made if lists else made[0]
@@ -165,5 +176,5 @@ def _power_sum(entry: Entry, dtype: torch.dtype, order: float) -> Tensor:
     values = memory.view(dtype)[: None if part is None else part.own_count]
     wide = values.to(torch.complex128 if dtype.is_complex else torch.float64).abs()
     if order == float("inf"):
-        return wide.amax() if wide.numel() else torch.zeros((), dtype=torch.float64)
+        return wide.amax() if wide.numel() else wide.new_zeros(())
     return (wide * wide if order == 2 else wide.pow(order)).sum()

@@ -45,6 +45,7 @@ from zcompile.runtime.gradients.leaves import (
     run_hooks,
 )
 from zcompile.runtime.ranks.fabric import Exchanged
+from zcompile.runtime.ranks.transport import host_rows
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.ticket import Ticket
 
@@ -176,8 +177,14 @@ class ExchangedGradients:
         return flattened(grad.detach())
 
     def packed(self, leaf: Leaf, grad: Tensor) -> tuple[Leaf, Tensor]:
-        """As `before`, in a copy: a small gradient that waits for others to be exchanged with."""
-        flat = self.before(leaf, grad)
+        """As `before`, in a copy: a small gradient that waits for others to be exchanged with.
+
+        On the host, once compute has come so far.
+        """
+        flat, streams = self.before(leaf, grad), self._store.device.streams
+        if streams is not None and not streams.is_on_host(flat):
+            row = streams.host_row(flat.numel(), flat.dtype)
+            return leaf, row.copy_(flat, non_blocking=True)
         return leaf, torch.empty(flat.numel(), dtype=flat.dtype, device="cpu").copy_(flat)
 
     def take(self, leaf: Leaf, dtype: torch.dtype, exchanged: Exchanged) -> None:
@@ -280,7 +287,7 @@ class ExchangedGradients:
         part = param.entry.partition
         share = flat.clone() if part is None else part.cut(flat)
         entry = self._blank(param, share.nbytes)
-        self._store.put(entry, share.view(torch.uint8))
+        self._store.put(entry, share.view(torch.uint8), after=self._store.computed(share))
         param.grad = self._wrap(entry, _layout_of(param, grad.dtype))
 
     def _join(self, leaf: Leaf, param: Any, grad: Tensor) -> None:
@@ -318,7 +325,9 @@ class ExchangedGradients:
             *(name, tuple(param.size()), flat.dtype),
             text=f"of {name!r}",
         )
-        return self._fabric.exchange(flat.clone(), part, name, [])  # type: ignore[no-any-return]
+        flat = flat.clone()
+        after = self._store.computed(flat)
+        return self._fabric.exchange(flat, part, name, after)  # type: ignore[no-any-return]
 
     # --- Sums of a pass ---
 
@@ -431,7 +440,7 @@ class ExchangedGradients:
         (count, own), width = self._counts(param), dtype.itemsize
         entry = self._blank(param, count * width)
         if own < count:
-            padding = torch.zeros((count - own) * width, dtype=torch.uint8)
+            padding = host_rows(1, (count - own) * width, torch.uint8)[0]
             self._store.put(entry, padding, begin=own * width)
         return entry
 

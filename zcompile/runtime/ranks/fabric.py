@@ -6,9 +6,10 @@ order. That is agreed before bytes move: each compiled call, and each op outside
 concerns several ranks, first compares what all ranks are about to do, and how. What differs raises
 on all of them.
 
-A collective is messages between pairs of ranks, each into the place where its bytes belong. Who
-waits for one waits for a promise that another thread can break: a rank that fails, ends, or never
-comes ends all that waits for it (`watch.py`).
+A collective is messages between pairs of ranks, each into the place where its bytes belong; what
+lies in the memory of a device passes memory of the host (`transport.py`). Who waits for one waits
+for a promise that another thread can break: a rank that fails, ends, or never comes ends all that
+waits for it (`watch.py`).
 """
 
 import hashlib
@@ -21,7 +22,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -39,9 +39,20 @@ from zcompile.ir.partition import (
     in_bucket,
 )
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
+from zcompile.runtime.device.base import Device
 from zcompile.runtime.progress import BOARD
 from zcompile.runtime.ranks.link import RankLink
 from zcompile.runtime.ranks.meeting import meet
+from zcompile.runtime.ranks.transport import (
+    LONGEST,
+    Channel,
+    HostMessages,
+    Message,
+    Messages,
+    PeerGone,
+    PinnedMessages,
+    host_rows,
+)
 from zcompile.runtime.ranks.watch import Store, Waiting, Watch
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Promise, Ticket, Workers
@@ -56,8 +67,6 @@ TEXT_BYTES = 424
 """Of a record, for people: what a rank is about to do."""
 _HEAD = struct.Struct(f"<Q{DIGEST_BYTES}s{DIGEST_BYTES}sII")
 RECORD_BYTES = _HEAD.size + TEXT_BYTES
-LONGEST = timedelta(days=20)
-"""Of a message: how long ranks wait for each other is up to `watch.py`, which knows why."""
 NOMINAL_BYTES_PER_S = 1e9
 """Between processes of one machine, before any bytes have moved: what gloo does within a factor of
 two (`benchmarks/ranks.py`)."""
@@ -139,7 +148,8 @@ class _Lane:
     """The messages of one kind of collective, and the thread that carries them out one by one."""
 
     def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
-        self._group, self._tag = group, tag
+        self._channel = Channel(group, tag)
+        self._carries: Messages = HostMessages(self._channel)
         self._name, self._crashed = name, crashed
         self._workers = Workers(f"zinf-{name}", 1, crashed)
         self._holds: Workers | None = None
@@ -160,28 +170,26 @@ class _Lane:
         if self._holds is None:
             self._holds = Workers(f"zinf-{self._name}-holds", 1, self._crashed)
 
-    def messages(
-        self, what: str, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        """Carry out one collective: messages (peer, tensor); empty ones are left out on both sides.
+    def carry_for(self, device: Device, others: int) -> None:
+        """Carry what lies in memory of the device too, from here on; nothing is on its way."""
+        self._carries = PinnedMessages(self._channel, device, others, self._name)
 
-        raises  _PeerGone
+    def bring(self, target: Tensor, source: Tensor) -> None:
+        """Copy what this rank itself brings to memory of the host. raises  as of `Messages`"""
+        self._carries.bring(target, source)
+
+    def messages(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Carry out one collective; empty messages are left out on both sides.
+
+        raises  as of `Messages`
         """
-        since, works = time.monotonic(), []
-        peer = -1
+        since = time.monotonic()
+
+        def at(peer: int) -> None:
+            self.waiting = Waiting(what, since, peer)
+
         try:
-            for peer, tensor in receives:
-                if tensor.numel():
-                    works.append((peer, dist.irecv(tensor, None, self._group, self._tag, peer)))
-            for peer, tensor in sends:
-                if tensor.numel():
-                    works.append((peer, dist.isend(tensor, None, self._group, self._tag, peer)))
-            for peer, work in works:
-                self.waiting = Waiting(what, since, peer)
-                assert work is not None, "this rank is in the group"
-                work.wait(LONGEST)
-        except RuntimeError as error:
-            raise _PeerGone(peer) from error
+            self._carries.carry(sends, receives, at)
         finally:
             self.waiting = None
 
@@ -190,7 +198,7 @@ class _Lane:
 
         A peer whose connection closes ends the wait at once, and not `hold`: that is up to whoever
         hears of it (`Fabric.fail`).
-        raises  _PeerGone
+        raises  PeerGone
         """
         assert self._holds is not None, "the lane is paced"
         over, lock = Promise(), threading.Lock()
@@ -209,37 +217,27 @@ class _Lane:
             with _Finishing(over):
                 hold()
                 listen_to(peer, True)
-                said = torch.zeros(1, dtype=torch.uint8)
-                works = [dist.isend(said, None, self._group, self._tag, other) for other in peers]
-                for work in works:
-                    assert work is not None, "this rank is in the group"
-                    work.wait(LONGEST)
+                said = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                works = [(other, self._channel.send(other, said)) for other in peers]
+                for other, work in works:
+                    self._channel.wait(other, work)
 
         try:
             heard = []
             for peer in peers:
-                row = torch.zeros(1, dtype=torch.uint8)
-                heard.append((peer, dist.irecv(row, None, self._group, self._tag, peer)))
+                row = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                heard.append((peer, self._channel.receive(peer, row)))
             self._holds.submit(tell)
             for other, work in heard:
                 listen_to(other, False)
-                assert work is not None, "this rank is in the group"
-                work.wait(LONGEST)
+                self._channel.wait(other, work)
             over.wait()
-        except RuntimeError as error:
+        except BaseException:
             over.finish()  # nobody waits for it any more
-            raise _PeerGone(peer) from error
+            raise
         finally:
             with lock:
                 self.waiting = None
-
-
-class _PeerGone(Exception):
-    """The connection to a peer has closed."""
-
-    def __init__(self, peer: int) -> None:
-        super().__init__(peer)
-        self.peer = peer
 
 
 class Exchanged(NamedTuple):
@@ -287,7 +285,7 @@ class Fabric:
     def __init__(self, ranks: Sequence[int], group: Any, timeout_s: float) -> None:
         """
         ranks  of the world, this one among them
-        group  their process group; None: they are all of the world, and make one of their own
+        group  their process group, of gloo; None: they make one of their own
         """
         self.ranks = tuple(ranks)
         self.number = number = _SESSIONS[self.ranks]
@@ -309,7 +307,10 @@ class Fabric:
         store: Store = keys_below(name, found)
         _SESSIONS[tuple(ranks)] += 1
         if group is None:
-            group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
+            some = len(self.ranks) < dist.get_world_size()  # the others are elsewhere
+            group = dist.new_group(
+                list(ranks), timeout=LONGEST, backend="gloo", use_local_synchronization=some
+            )
         with ExitStack() as undo:
             self._lanes = {}
             for at, name in enumerate(LANES):
@@ -335,6 +336,16 @@ class Fabric:
         self.link, self.ranks_per_node = link, ranks_per_node
         for lane in self._lanes.values() if link.is_paced else ():
             lane.pace()
+
+    def carry_for(self, device: Device) -> None:
+        """Gather to the memory of this device and exchange from there, from here on; all ranks do
+        the same on a device of the same type, with no collective on its way.
+
+        raises  ConfigInvalid, if memory of the host cannot be pinned
+        """
+        if device.streams is not None:
+            for name in ("gather", "exchange"):
+                self._lanes[name].carry_for(device, self.size - 1)
 
     def _doing(self) -> str:
         """What long work this rank does, or holds back; "": none."""
@@ -374,8 +385,8 @@ class Fabric:
         """
         found: list[Record] = []
         with torch.inference_mode(False):  # the lane writes to it, whose thread is in no mode
-            every = torch.zeros(self.size, len(marks), dtype=torch.uint8)
-            every[self.rank] = torch.tensor(list(marks), dtype=torch.uint8)
+            every = host_rows(self.size, len(marks), torch.uint8)
+            every[self.rank] = torch.tensor(list(marks), dtype=torch.uint8, device="cpu")
         value = digest_of(marks)
 
         def tell() -> None:
@@ -407,7 +418,7 @@ class Fabric:
         self._watch.note(f"{what} {text}".strip())
 
         def compare() -> None:
-            rows = torch.zeros(self.size, RECORD_BYTES, dtype=torch.uint8)
+            rows = host_rows(self.size, RECORD_BYTES, torch.uint8)
             rows[self.rank] = own.packed()
             others = self._others()
             self._lanes["agree"].messages(
@@ -428,20 +439,22 @@ class Fabric:
         """
         own = len(content).to_bytes(DIGEST_BYTES, "little")
         nbytes = int.from_bytes(self.compare(what, own)[0], "little")
-        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         self.spread(memory, what)
         return memory.numpy().tobytes()
 
     def rows(self, own: Tensor) -> Tensor:
-        """A small tensor of each rank: [ranks, n], of its dtype.
+        """A small tensor of each rank: [ranks, n], of its dtype, on the host.
+
+        own  on any device; the host waits for what computes it
 
         raises  RanksDiffer, if another rank tells something else, or of another size
         """
         self.agree("tell each other", own.numel(), own.dtype, text=f"{own.numel()} numbers")
-        found = torch.zeros(self.size, own.numel(), dtype=own.dtype)
-        found[self.rank] = own.reshape(-1)
+        found = host_rows(self.size, own.numel(), own.dtype)
+        found[self.rank] = own.detach().reshape(-1).cpu()
 
         def collect() -> None:
             others, row = self._others(), found[self.rank].clone()
@@ -492,7 +505,7 @@ class Fabric:
         self.agree("read", name, whole if who else nbytes, owner, text=f"{name!r}{who}")
         lent = nbytes * self.size if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it
-            memory = torch.empty(lent, dtype=torch.uint8, device="cpu")
+            memory = host_rows(1, lent, torch.uint8)[0]
         if owner is None:
             self.gather(memory, name, [read(memory[nbytes * self.rank :][:nbytes])]).wait()
         else:
@@ -510,8 +523,9 @@ class Fabric:
     ) -> Promise:
         """Start bringing the shares of all ranks together, or what they have of a tile.
 
-        whole   uint8 [ranks * n], or [tile.nbytes]; what this rank brings lies in its place once
-                all of `after` is complete
+        whole   uint8 [ranks * n], or [tile.nbytes], on the host or the device; what this rank
+                brings lies in its place once all of `after` is complete. The thread of the lane
+                waits for that, and the promise is kept when the device has it all
         """
         if tile is None:
             shares = list(whole.view(self.size, -1))
@@ -542,7 +556,8 @@ class Fabric:
     ) -> Exchanged:
         """Start giving every rank the parts of all ranks' gradients that are for it.
 
-        flat       [numel], this rank's gradient; not changed until the ticket is complete
+        flat       [numel], this rank's gradient, on the host or the device; not changed until the
+                   ticket is complete. What comes lies in memory of the host
         partition  of the parameter; None: every rank gets all of it
         tile       of the gradient, which is all of `flat`: every rank gets what is of its share
         """
@@ -553,12 +568,12 @@ class Fabric:
             begin, end = (0, flat.nbytes) if shares is None else shares.of_rank(rank)
             return flat[begin // width : end // width]
 
-        parts = torch.zeros(self.size, received(flat, partition, tile), dtype=flat.dtype)
+        parts = host_rows(self.size, received(flat, partition, tile), flat.dtype)
         crossing = exchanged(flat.nbytes, self.size, shares)
 
         def exchange() -> None:
             own = cut(self.rank)
-            parts[self.rank, : own.numel()] = own
+            self._lanes["exchange"].bring(parts[self.rank, : own.numel()], own)
             self._carry(
                 "exchange",
                 what,
@@ -575,18 +590,18 @@ class Fabric:
         """As `exchange` of several small gradients, each of which every rank gets whole: in one
         collective.
 
-        flats  [numel] each, on the CPU
+        flats  [numel] each, on the host once all of `after` is complete
         """
         sizes = [flat.numel() * flat.element_size() for flat in flats]
         ends = list(accumulate(map(in_bucket, sizes)))
         begins = [0, *ends[:-1]]
-        parts = torch.zeros(self.size, ends[-1], dtype=torch.uint8)
+        parts = host_rows(self.size, ends[-1], torch.uint8)
         others = self._others()
 
         def exchange() -> None:
             own = parts[self.rank]
             for flat, begin, size in zip(flats, begins, sizes, strict=True):
-                own[begin : begin + size] = flat.view(torch.uint8)
+                self._lanes["exchange"].bring(own[begin : begin + size], flat.view(torch.uint8))
             self._carry(
                 "exchange",
                 what,
@@ -620,7 +635,7 @@ class Fabric:
         """Parts of all ranks that are still to be `placed`: [ranks, count], zeros."""
         promise = Promise()
         promise.finish()
-        return Exchanged(torch.zeros(self.size, count, dtype=dtype), promise)
+        return Exchanged(host_rows(self.size, count, dtype), promise)
 
     def placed(
         self, sums: Exchanged, tile: Exchanged, first: int, dtype: torch.dtype, adds: bool
@@ -658,7 +673,7 @@ class Fabric:
         """The sum of the scaled parts, in the order of ranks and in `dtype`, as parts of one:
         [1, n]. Parts that are narrower are widened one by one."""
         parts = exchanged.parts
-        total = torch.empty_like(parts[:1], dtype=dtype)
+        total = host_rows(1, parts.shape[1], dtype)
 
         def fold() -> None:
             for rank, part in enumerate(parts):
@@ -674,7 +689,7 @@ class Fabric:
     def _as(dtype: torch.dtype, exchanged: Exchanged) -> Tensor:
         """Memory for parts in `dtype`: that of those which were exchanged, if they are of it."""
         parts = exchanged.parts
-        return parts if parts.dtype is dtype else torch.empty_like(parts, dtype=dtype)
+        return parts if parts.dtype is dtype else host_rows(parts.shape[0], parts.shape[1], dtype)
 
     def _after(self, exchanged: Exchanged, act: Callable[[], object]) -> Promise:
         """Do something with parts that were exchanged, in the order of the lane."""
@@ -725,7 +740,7 @@ class Fabric:
         receives: Sequence[tuple[int, Tensor]],
         crossing: Crossing,
     ) -> None:
-        """Carry out one collective in its lane, at the pace of the link. raises  _PeerGone"""
+        """Carry out one collective in its lane, at the pace of the link. raises  PeerGone"""
         since, came = time.perf_counter(), 0
         self.link.begins(since)
         try:
@@ -808,7 +823,8 @@ class Fabric:
         after  is complete before it begins
         sent   bytes that this rank sends
         """
-        promise = Promise()
+        promise, jobs = Promise(), [job]
+        del job
         with self._lock:
             error = self._error
             if error is None:
@@ -825,13 +841,17 @@ class Fabric:
                     raise self._error
                 begun = time.perf_counter()
                 try:
-                    job()
-                except _PeerGone as gone:
+                    # Its memory is nobody's when the promise is kept: compute may have it then.
+                    jobs.pop()()
+                except PeerGone as gone:
                     self.fail(self._watch.lost(gone.peer))
                     assert self._error is not None, "just set"
                     raise self._error from gone
                 except ZinfError as error:  # ranks differ, which all of them see
                     self.fail(error)
+                    raise
+                except RuntimeError as error:  # of the device, in the middle of what all ranks do
+                    self.failed_here(error)
                     raise
                 moved = self.moved[lane]
                 moved[0] += sent

@@ -45,7 +45,8 @@ def tell_of_other_values(names: Sequence[str]) -> None:
 def agreed_value(
     fabric: Fabric, name: str, value: Tensor, differs: Callable[[], object] | None = None
 ) -> Tensor:
-    """The value that all ranks begin with: their own where it is the same, else rank 0's.
+    """The value that all ranks begin with: their own where it is the same, else rank 0's, which
+    lies on the host.
 
     value    a plain tensor, dense or not; on meta it has no value
     differs  is called where they have others; None: that is a warning
@@ -61,12 +62,13 @@ def agreed_value(
     else:
         differs()
     layout = Layout.of(value)
-    mine = torch.empty(layout.size, dtype=layout.dtype)
+    mine = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
     mine.copy_(value.detach())
     fabric.spread(mine.view(-1).view(torch.uint8), name)
     if not layout.dense:
         return mine
-    return torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype).copy_(mine)
+    made = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device="cpu")
+    return made.copy_(mine)
 
 
 def agree_on_buffers(fabric: Fabric, model: nn.Module) -> None:

@@ -468,6 +468,8 @@ class Store:
         self.deferrals = Deferrals(apply_deferred)
         self._pid = resources.pid
         self.reaches_host = resources.context.device.reaches_host
+        if fabric is not None:
+            fabric.carry_for(self.device)
 
     def take_gradient(self, leaf: Leaf, grad: Tensor, offset: int | None) -> None:
         """Take a gradient of `leaf`, or a tile of it from `offset` on. raises Unsupported"""
@@ -829,8 +831,17 @@ class Store:
         if part is None:
             return self.put(entry, source, after=after)
         width = entry.nbytes // part.count
-        # Rows of bytes are cut as elements are.
-        return self.put(entry, part.cut(source.view(-1, width)).view(-1), after=after)
+        # Rows of bytes are cut as elements are, by compute where they lie on the device.
+        share = part.cut(source.view(-1, width)).view(-1)
+        return self.put(entry, share, after=[*after, *self.computed(share)])
+
+    def computed(self, *values: Tensor) -> Sequence[Ticket]:
+        """What a transfer that reads values has to come after if compute has just made them: a
+        mark, or nothing where they lie in memory of the host."""
+        streams = self.device.streams
+        if streams is None or all(map(streams.is_on_host, values)):
+            return ()
+        return (self.device.mark(),)
 
     def read_here(self, entry: Entry) -> Tensor:
         """The bytes that rest on this rank: uint8 [entry.nbytes], in ordinary host memory; blocks.

@@ -280,8 +280,9 @@ class TransferQueue:
 
 
 def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:
-    """The tickets that are points of compute, for the device to wait for."""
-    return tuple(t for t in after if not isinstance(t, InFlight | Ready))
+    """The tickets that are points of compute, for the device to wait for. Promises of ranks are
+    kept before a transfer that comes after them begins."""
+    return tuple(t for t in after if not isinstance(t, InFlight | Promise | Ready))
 
 
 class Backlog:

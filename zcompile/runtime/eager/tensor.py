@@ -434,8 +434,8 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.is_floating_point() or param.is_complex():
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later
-        adopt = session_of(tiered.entry).gradients.adopt
-        param.register_post_accumulate_grad_hook(untraced(adopt))
+        come_to = session_of(tiered.entry).gradients.come_to
+        param.register_post_accumulate_grad_hook(untraced(come_to))
         param.requires_grad_(trained)
     return param
 

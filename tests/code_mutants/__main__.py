@@ -24,7 +24,7 @@ ROOT = HERE.parent.parent
 AREAS = {
     "dispatch": "runtime/eager/dispatch runtime/eager/fillings runtime/eager/rows"
     " runtime/eager/tensor runtime/eager/unbacked",
-    "streaming": "runtime/eager/streaming ir/optimizer_step",
+    "streaming": "runtime/eager/streaming runtime/eager/repeats ir/optimizer_step",
     "transfers": "runtime/transfer/transfer runtime/transfer/queue runtime/transfer/staging"
     " runtime/store/resident runtime/store/placement runtime/gradients/on_device"
     " runtime/io/engine runtime/tiers/disk",

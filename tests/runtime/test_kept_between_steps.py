@@ -1,10 +1,16 @@
 """What a step keeps for the next one, so that nothing is made anew, and what takes it back.
 
-Views of what rests in the arena, the record of a step, whether all of it is alive, and what guards
-are told of a parameter are kept as long as what they depend on is as it was.
+Views of what rests in the arena, the record of a step, whether all of it is alive, what guards are
+told of a parameter, and the operands of an optimizer are kept as long as what they depend on is as
+it was.
 """
 
+import ast
+import copy
 import gc
+import inspect
+import textwrap
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +19,22 @@ from planned_runs import adamw, begun, gpt, ids, loss_of, same, train, values
 from torch import nn
 
 from zcompile.frontend.offload import session_behind
-from zcompile.ir.schedule import Borrow, EntryIndex, Reduce, Register, Schedule
+from zcompile.ir.optimizer_step import StepRoom
+from zcompile.ir.schedule import Borrow, Cast, EntryIndex, Reduce, Register, Schedule
 from zcompile.ir.types import HELD, EntryKind, EntryRef, Layout
 from zcompile.ir.units import MiB
+from zcompile.runtime.changes import CHANGES
+from zcompile.runtime.durable.recover import _rest_in
+from zcompile.runtime.eager import repeats, tensor
+from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.live_memory import InFlightGradients, LiveMemory
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.profile import Recorder
+from zcompile.runtime.relocate import move
 from zcompile.runtime.store import resident
+from zcompile.runtime.store.store import Entry, Store, call_key
+from zcompile.runtime.tiers.base import Place
+from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.ticket import Ready
 
 FLOATS = Layout((64,), (1,), 0, torch.float32)
@@ -92,6 +107,173 @@ def test_what_stays_beside_the_arena_is_not_kept(store):
     assert held.usage() == ("held", 0, 0)
 
 
+# --- The mark that all of it is kept by ---
+
+
+def lasting_entry(store):
+    """A parameter of 64 floats that rests on the device."""
+    ref = EntryRef(1000 + len(store._entries))
+    assert store.homes.device.plan(ref, "w", 256)
+    place = store.homes.reserve("w", EntryKind.GRAD, 256, ref)
+    entry = store.create("w", EntryKind.PARAM, 256, at=place)
+    resident.put(store, entry, torch.full((64,), 3.0).view(torch.uint8), 0, ())
+    return entry
+
+
+def called_with(store, entry):
+    """What a call is lent that takes one entry, and no other call knows."""
+    views = resident.resident_views(store, [entry], SERIAL)
+    return views, views.views([borrowing(writes=True)], SERIAL)[0]
+
+
+EVENTS = {
+    "it moves": lambda s, e: e.place.rest(e.place.tier, e.place.extent),
+    "its name": lambda s, e: e.rename("v"),
+    "its kind": lambda s, e: e.become_state("v"),
+    "a deferred change": lambda s, e: e.defer_only((SimpleNamespace(),)),
+    "something waits": lambda s, e: e.wait_for(SimpleNamespace(settle=lambda: None)),
+    "it rests narrow": lambda s, e: e.rest_narrow(Cast(torch.float32, torch.float16)),
+    "a copy": lambda s, e: e.keep_copy(torch.float16, e),
+    "no copy": lambda s, e: s.drop_copies(e),
+    "a transfer": lambda s, e: Store.read(s, e, torch.empty(256, dtype=torch.uint8)),
+    "blank again": lambda s, e: s._mover.mark_blank(e.place),
+    "closed": lambda s, e: s.arena.close(),
+    "an end": lambda s, e: s._mover.close(OSError()),
+    "a failure": lambda s, e: s._mover.abandon(OSError()),
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_whatever_happens_to_an_entry_that_lasts_gives_a_new_mark(store, event):
+    entry = lasting_entry(store)
+    mark = CHANGES.mark
+    EVENTS[event](store, entry)
+    assert CHANGES.mark is not mark
+
+
+def test_a_write_of_values_gives_none(store):
+    entry = lasting_entry(store)
+    mark = CHANGES.mark
+    resident.put(store, entry, torch.zeros(64).view(torch.uint8), 0, ())
+    entry.written()
+    assert CHANGES.mark is mark
+
+
+def test_every_attribute_of_an_entry_is_told_of_or_need_not_be():
+    """A new attribute is of one of the two kinds; what is kept depends on those that are told."""
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(Entry.__init__))).body
+    assigned = {
+        target.attr
+        for row in ast.walk(made)
+        if isinstance(row, ast.Assign | ast.AnnAssign)
+        for target in (row.targets if isinstance(row, ast.Assign) else [row.target])
+    }
+    told = {f"_{name}" for name, value in vars(Entry).items() if isinstance(value, property)}
+    untold = {"key", "born", "partition", "store", "ref", "version", "owner", "shown"}
+    untold |= {"copies", "whole", "norms", "tiles", "tie"}
+    assert assigned == (told & assigned) | untold
+    assert {f"_{name}" for name in ("kind", "nbytes", "place", "unset")} <= told & assigned
+    assert {f"_{name}" for name in ("deferred", "waits", "sources", "narrow")} <= told & assigned
+
+
+def test_the_next_call_does_not_look_at_what_lasts(store, monkeypatch):
+    entry = lasting_entry(store)
+    _, view = called_with(store, entry)
+    version = entry.version
+    monkeypatch.setattr(resident, "_extents_of", lambda store, entries: [None] * len(entries))
+    again, same_view = called_with(store, entry)
+    assert again.kept is not None
+    assert same_view is view
+    assert entry.version == version + 1
+
+
+def test_a_call_with_another_entry_looks_at_it(store):
+    entry, other = lasting_entry(store), lasting_entry(store)
+    called_with(store, entry)
+    other.ref = entry.ref
+    called, view = called_with(store, other)
+    assert called.kept is None
+    assert view.data_ptr() != called_with(store, entry)[1].data_ptr()
+
+
+def test_after_a_change_a_call_looks_again(store):
+    entry = lasting_entry(store)
+    called_with(store, entry)
+    entry.wait_for(SimpleNamespace(settle=lambda: entry.wait_for(None)))
+    called, view = called_with(store, entry)
+    assert called.extents == [None]
+    assert entry.waits is None
+    assert view.tolist() == [3.0] * 64
+
+
+def test_what_a_view_moves_is_viewed_anew(store):
+    """To view one entry may have what waits settled, which moves others."""
+    param, grad = lasting_entry(store), near_entry(store, 5.0)
+    borrows = [borrowing(), replace(borrowing(), entry=EntryIndex(1))]
+    for _ in range(2):
+        views = resident.resident_views(store, [param, grad], SERIAL)
+        views.views(borrows, SERIAL)
+    assert views.kept is not None
+    other = lasting_entry(store)
+    resident.put(store, other, torch.full((64,), 7.0).view(torch.uint8), 0, ())
+
+    def settled():
+        grad.wait_for(None)
+        param.place.rest(other.place.tier, other.place.extent)
+
+    grad.wait_for(SimpleNamespace(settle=settled))
+    views = resident.resident_views(store, [param, grad], SERIAL)
+    assert views.kept is not None
+    assert views.views(borrows, SERIAL)[0].tolist() == [7.0] * 64
+
+
+def test_calls_are_known_by_what_lasts(store):
+    """What was made for the call is another in the next one."""
+    param, grads = lasting_entry(store), [near_entry(store, 1.0) for _ in range(2)]
+    first, next_one = (call_key(SERIAL, [grad, param]) for grad in grads)
+    assert first == next_one != call_key(SERIAL, [grads[0], lasting_entry(store)])
+    assert call_key(SERIAL, grads[:1]) == call_key(SERIAL, grads[1:])
+
+
+def test_of_calls_without_what_lasts_no_view_is_kept(store):
+    lent(store, near_entry(store, 1.0), borrowing())
+    assert not store.arena.lent
+
+
+@pytest.fixture
+def cleared(monkeypatch):
+    """The marks at each moment when nothing of an entry holds a value any more."""
+    marks, clear = [], WrittenRanges.clear
+
+    def clears(self):
+        clear(self)
+        marks.append(CHANGES.mark)
+
+    monkeypatch.setattr(WrittenRanges, "clear", clears)
+    return marks
+
+
+def test_while_an_entry_moves_it_is_known_to_hold_nothing(store, cleared, monkeypatch):
+    """Who looks while its value is on its way keeps nothing of what was there."""
+    entry, put, marks = lasting_entry(store), store.put, []
+
+    def puts(*args, **kwargs):
+        marks.append(CHANGES.mark)
+        return put(*args, **kwargs)
+
+    monkeypatch.setattr(store, "put", puts)
+    assert move(store, entry, "host")
+    assert len(cleared) == len(marks) == 1
+    assert cleared[0] is not marks[0]
+
+
+def test_what_a_commit_brings_is_looked_at_anew(store, cleared):
+    entry = store.create("w", EntryKind.PARAM, 256)
+    _rest_in(entry, entry.place.tier.reserve(256, "w"), ())
+    assert len(cleared) == 1
+    assert CHANGES.mark is not cleared[0]
+
+
 # --- The record of a step ---
 
 
@@ -126,6 +308,22 @@ def test_an_entry_that_becomes_something_else_is_recorded_anew(trained):
     entries[0].kind = EntryKind.PARAM
 
 
+def test_a_gradient_that_rests_otherwise_is_recorded_anew(trained, store):
+    forward, _, entries = trained
+    recorder = Recorder()
+    recorder.start()
+    grad, other = near_entry(store, 1.0), near_entry(store, 1.0)
+    first = noted(recorder, (forward, [*entries, grad]))
+    assert noted(recorder, (forward, [*entries, grad])) is first
+    assert noted(recorder, (forward, [*entries, other])) is not first
+    first = noted(recorder, (forward, [*entries, grad]))
+    grad.place = Place(256, store.homes.held, grad.place.extent)
+    assert noted(recorder, (forward, [*entries, grad])) is not first
+    first = noted(recorder, (forward, [*entries, grad]))
+    grad.place = Place(128, store.homes.held, grad.place.extent)
+    assert noted(recorder, (forward, [*entries, grad])) is not first
+
+
 @pytest.fixture(scope="module")
 def planned():
     """A model that rests on the device, in the middle of its training, and plain PyTorch beside:
@@ -144,6 +342,17 @@ def trained(planned):
     forward, backward = (call.schedule for call in walked.calls[:2])
     alive = {entry.ref: entry for entry in session_behind(model).entries()}
     return forward, backward, [alive[ref] for ref in walked.calls[0].entries]
+
+
+def test_a_call_of_other_sizes_is_recorded_anew(trained):
+    forward, _, entries = trained
+    recorder = Recorder()
+    recorder.start()
+    other = replace(forward, holds=replace(forward.holds, sizes=(*forward.holds.sizes, 3)))
+    assert other.serial == forward.serial
+    for schedule in (forward, other, forward):
+        step = noted(recorder, (schedule, entries))
+        assert step.calls[0].schedule is schedule
 
 
 # --- Gradients that stay ---
@@ -179,6 +388,25 @@ def test_a_gradient_that_stays_counts_as_if_it_was_sent():
         levels.append(seen)
     assert levels[0] == levels[1]
     assert levels[0][-2:] == [(192, False), 0]
+
+
+def test_what_fails_while_all_are_joined_counts_no_more():
+    """The others are joined later, as those that are joined one by one."""
+
+    class Failed:
+        def join_compute(self):
+            raise MemoryError
+
+    gauge, _, flying = in_flight()
+    for ticket in (Ready(), Failed(), Ready()):
+        flying.expect(64, 1024)
+        flying.note(torch.ones(16), ticket)
+        flying.sent(64, ())
+    with pytest.raises(MemoryError):
+        flying.wait_down_to()
+    assert (gauge.now, flying.exceeds(64, 127), flying.exceeds(64, 128)) == (64, True, False)
+    flying.wait_down_to()
+    assert (gauge.now, flying.exceeds(64, 64)) == (0, False)
 
 
 def test_gradients_that_stay_are_taken_together_where_nothing_is_between_them():
@@ -286,6 +514,191 @@ def node_hooked(model, call, optimizer, tokens):
     taken.remove()
 
 
+# --- Whatever happens to an optimizer between two steps ---
+
+
+def options(**changed):
+    """The optimizer is given other options, which stay."""
+
+    def happens(model, call, optimizer, tokens):
+        usual(model, call, optimizer, tokens)
+        for group in optimizer.param_groups:
+            group.update(changed)
+
+    happens.__name__ = str(changed)
+    return happens
+
+
+def one_group_more(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    moved = [model.norm.weight, model.norm.bias]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if not any(p is one for one in moved)]
+    optimizer.add_param_group({"params": moved, "lr": 0.1})
+
+
+def one_group_less(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    *_, last = optimizer.param_groups
+    del optimizer.param_groups[1:]
+    optimizer.param_groups[0]["params"] += last["params"]
+
+
+def in_another_order(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def a_gradient_for_a_state(model, call, optimizer, tokens):
+    """The state shows what was made as a gradient, and is one from here on."""
+    usual(model, call, optimizer, tokens)
+    weight = model.norm.weight
+    state = optimizer.state[weight]["exp_avg"]
+    state.data = weight.grad.data
+    weight.grad = None
+    optimizer.step()
+    if hasattr(state, "entry"):
+        assert state.entry.kind is EntryKind.STATE
+    optimizer.state[weight]["exp_avg"] = state.clone()
+
+
+def a_state_less(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    del optimizer.state[model.norm.weight]
+
+
+def states_loaded(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def a_plain_state(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    optimizer.state[model.norm.weight]["exp_avg"] = torch.full(model.norm.weight.shape, 0.25)
+
+
+def states_exchanged(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    state, a, b = optimizer.state, model.norm.weight, model.norm.bias
+    state[a], state[b] = state[b], state[a]
+
+
+def one_state_for_both(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    states = optimizer.state[model.norm.weight]
+    states["exp_avg"] = states["exp_avg_sq"]
+    optimizer.step()
+    states["exp_avg"] = states["exp_avg_sq"].clone()
+
+
+def a_state_of_its_own(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    states = optimizer.state[model.norm.weight]
+    states["exp_avg"] = states["exp_avg"].clone()
+
+
+def a_state_written(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    optimizer.state[model.norm.weight]["exp_avg"].mul_(3.0)
+
+
+def a_state_assigned(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    states = optimizer.state[model.norm.weight]
+    states["exp_avg"].data = torch.full(model.norm.weight.shape, 0.125)
+
+
+def another_step(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    optimizer.state[model.norm.weight]["step"] = torch.tensor(40.0)
+
+
+def one_gradient_for_two(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    model.norm.bias.grad = model.norm.weight.grad
+
+
+def a_gradient_scaled(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    model.norm.weight.grad.mul_(0.5)
+
+
+def gradients_exchanged(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    a, b = model.norm.weight, model.norm.bias
+    a.grad, b.grad = b.grad, a.grad
+
+
+def values_exchanged(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    a, b = model.norm.weight, model.norm.bias
+    one, other = a.data.clone(), b.data.clone()
+    a.data.copy_(other)
+    b.data.copy_(one)
+
+
+def a_second_optimizer(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9).step()
+
+
+def a_closure(model, call, optimizer, tokens):
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(call, tokens)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def hooks_of_steps(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+
+    def before(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] *= 2
+
+    def after(optimizer, args, kwargs):
+        model.norm.weight.grad = None
+
+    taken = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    optimizer.step()
+    for hook in taken:
+        hook.remove()
+
+
+def states_told(model, call, optimizer, tokens):
+    usual(model, call, optimizer, tokens)
+    float(sum(v.float().sum() for s in optimizer.state.values() for v in s.values()))
+
+
+def one_moved(model, call, optimizer, tokens):
+    """A parameter and a state leave the device, as those that are evicted."""
+    usual(model, call, optimizer, tokens)
+    if hasattr(model.norm.weight, "entry"):
+        session = session_behind(model)
+        gone = model.norm.weight, optimizer.state[model.norm.weight]["exp_avg"]
+        assert all([move(session, one.entry, "host") for one in gone])
+
+
+OF_OPTIMIZERS = (
+    *(options(lr=0.02), options(lr=torch.tensor(0.03)), options(lr=0.01)),
+    *(options(betas=(0.8, 0.9)), options(weight_decay=0.1), options(maximize=True)),
+    *(options(maximize=False), options(fused=False, foreach=True)),
+    *(
+        options(fused=True, foreach=False),
+        one_group_more,
+        one_group_less,
+        in_another_order,
+        a_state_less,
+    ),
+    *(states_loaded, a_plain_state, states_exchanged, one_state_for_both, a_state_of_its_own),
+    *(a_state_written, a_state_assigned, another_step, one_gradient_for_two, a_gradient_scaled),
+    *(gradients_exchanged, values_exchanged, a_second_optimizer, a_closure, hooks_of_steps),
+    *(states_told, one_moved),
+)
+
 QUICK = (
     *(read, keep_gradients, two_batches, some_inputs),
     *(replaced, left_out, evaluated, hooked, written, other_optimizer, withdrawn),
@@ -302,6 +715,194 @@ def same_after_each(planned, changes):
                 optimizer.step()
                 optimizer.zero_grad()
             assert same(model, values(plain)), (change.__name__, after)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The list ops whose operands were kept; their operands are held only where `held` is a list,
+    since gradients that somebody holds are sent away."""
+    found, look = SimpleNamespace(ops=[], held=None), repeats.call_as_before
+
+    def looks(cls, func, args, kwargs, leaves):
+        call = look(cls, func, args, kwargs, leaves)
+        if call is not None:
+            found.ops.append(func.name())
+            if found.held is not None:
+                found.held.append((func, args, kwargs))
+        return call
+
+    monkeypatch.setattr(tensor, "call_as_before", looks)
+    return found
+
+
+def test_what_happens_to_an_optimizer_is_seen_by_its_next_step(planned, seen):
+    """Each change comes to a step of which all was kept."""
+    for change in OF_OPTIMIZERS:
+        seen.ops.clear()
+        same_after_each(planned, (usual,))
+        assert seen.ops, f"before {change.__name__}"
+        same_after_each(planned, (change,))
+
+
+@pytest.fixture
+def repeated(planned, seen):
+    """The call of an optimizer in a step of which all is kept: its session, op, and operands."""
+    (model, _, _), _ = planned
+    for _ in range(8):  # a review of the plan makes what is kept anew
+        seen.ops.clear()
+        same_after_each(planned, (usual,))
+        if sum("adamw" in op for op in seen.ops) == 3:
+            break
+    seen.held = []
+    for net, call, optimizer in planned:
+        usual(net, call, optimizer, ids(7))
+        optimizer.step()
+        optimizer.zero_grad()
+    ((func, args, kwargs),) = seen.held
+    return session_behind(model), func, args, kwargs
+
+
+def keep(session, func, args, kwargs):
+    """As a call does that was looked at, and is a repeat."""
+    call = repeats.list_call(TieredTensor, func, args, kwargs)
+    (same,) = [known for known in session.repeats[call.kind] if known.known == call.known]
+    same.keep(repeats._kept_operands(call))
+
+
+def exchange(values):
+    """Two that lie alike."""
+    layouts = [value.entry_layout for value in values]
+    one = next(n for n, layout in enumerate(layouts) if layout in layouts[n + 1 :])
+    other = layouts.index(layouts[one], one + 1)
+    values[one], values[other] = values[other], values[one]
+
+
+def lies_otherwise(values):
+    at = next(n for n, value in enumerate(values) if value.dim() == 2)
+    values[at] = values[at].t()
+    assert values[at].entry is not None  # which it knows from here on
+
+
+def twice(values):
+    values[:] = [next(v for v in values if v.shape == value.shape) for value in values]
+
+
+def plain(values):
+    values[0] = torch.zeros(values[0].shape)
+
+
+def of_entry(change):
+    return lambda values: change(values[0].entry)
+
+
+def off_the_device(entry):
+    entry.place = Place(entry.nbytes, entry.store.homes._tiers[0], entry.place.extent)
+
+
+PARAMS, GRADS, FIRST, STEPS = 0, 1, 2, 5
+OPERANDS = {
+    "another parameter": (PARAMS, exchange),
+    "a parameter that lies otherwise": (PARAMS, lies_otherwise),
+    "a plain parameter": (PARAMS, plain),
+    "another state": (FIRST, exchange),
+    "a plain state": (FIRST, plain),
+    "a plain gradient": (GRADS, plain),
+    "a gradient that lies otherwise": (GRADS, lies_otherwise),
+    "one gradient for two": (GRADS, twice),
+    "a gradient that waits": (GRADS, of_entry(lambda e: e.wait_for(SimpleNamespace(settle=list)))),
+    "a gradient with a change": (GRADS, of_entry(lambda e: e.defer_only((None,)))),
+    "a gradient with a copy": (GRADS, of_entry(lambda e: e.copies.update({torch.half: (e, 0)}))),
+    "a narrow gradient": (GRADS, of_entry(lambda e: setattr(e, "narrow", "a cast"))),
+    "a gradient of more bytes": (GRADS, of_entry(lambda e: setattr(e, "nbytes", 8 * e.nbytes))),
+    "a gradient of another kind": (
+        GRADS,
+        of_entry(lambda e: setattr(e, "kind", EntryKind.RESULT)),
+    ),
+    "a gradient elsewhere": (GRADS, of_entry(off_the_device)),
+    "a number of another dtype": (STEPS, lambda v: v.__setitem__(0, v[0].double())),
+    "a vector for a number": (STEPS, lambda v: v.__setitem__(0, v[0].reshape(1))),
+    "a number elsewhere": (STEPS, lambda v: v.__setitem__(0, v[0].to("meta"))),
+}
+
+
+def test_an_operand_that_is_not_as_it_was_is_looked_at(repeated):
+    _, func, args, kwargs = repeated
+
+    @torch.no_grad()
+    def is_repeat(args):
+        leaves = repeats.leaves_of(args, kwargs)
+        return repeats.call_as_before(TieredTensor, func, args, kwargs, leaves) is not None
+
+    grads = [g.entry for g in args[GRADS]]
+    before = [dict(vars(entry)) for entry in grads]
+    for name, (at, change) in OPERANDS.items():
+        lists = [list(value) for value in args]
+        keep(*repeated)
+        assert is_repeat(lists), name
+        mark = CHANGES.mark
+        change(lists[at])
+        assert CHANGES.mark is mark, name
+        assert not is_repeat(lists), name
+        for entry, was in zip(grads, before, strict=True):
+            vars(entry).update({**was, "copies": {}, "version": entry.version})
+
+
+def test_a_call_in_other_circumstances_is_looked_at(repeated, monkeypatch):
+    """Who calls with another number of an option calls a repeat; with a tensor for it, not."""
+    session, func, args, kwargs = repeated
+
+    @torch.no_grad()
+    def is_repeat(kwargs=kwargs):
+        leaves = repeats.leaves_of(args, kwargs)
+        return repeats.call_as_before(TieredTensor, func, args, kwargs, leaves) is not None
+
+    keep(*repeated)
+    assert is_repeat()
+    assert is_repeat({**kwargs, "lr": 0.5})
+    assert not is_repeat({**kwargs, "lr": torch.tensor(0.1)})
+    for owner, name, value in (
+        (session.host_updates, "wanted", frozenset({EntryRef(1)})),
+        (session, "fabric", object()),
+        (type(session), "step_room", StepRoom(0, 1, 1, 1)),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert not is_repeat(), name
+        assert is_repeat(), name
+    with torch.enable_grad():  # where autograd records it, uses of parameters are noted
+        leaves = repeats.leaves_of(args, kwargs)
+        assert repeats.call_as_before(TieredTensor, func, args, kwargs, leaves) is None
+    CHANGES.note()
+    assert not is_repeat()
+
+
+def test_states_are_called_by_who_has_them(planned):
+    """Also after they changed hands, and after a state got another name, or kind."""
+    (model, _, optimizer), _ = planned
+    a, b = model.norm.weight, model.norm.bias
+
+    def names():
+        same_after_each(planned, (usual,))
+        states = {p: optimizer.state[p]["exp_avg"].entry for p in (a, b)}
+        assert {entry.kind for entry in states.values()} == {EntryKind.STATE}
+        return [states[p].name for p in (a, b)]
+
+    assert names() == names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
+    for net, _, one in planned:
+        first, last = net.norm.weight, net.norm.bias
+        one.state[first], one.state[last] = one.state[last], one.state[first]
+    assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
+    state = optimizer.state[a]["exp_avg"]
+    mark = CHANGES.mark
+    state.serve_as_state(a._name_in_store(), "exp_avg")
+    assert CHANGES.mark is mark
+    state.serve_as_state(a._name_in_store(), "first")
+    assert state.entry.name == "norm.weight.first"
+    assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
+    optimizer.state[a]["exp_avg"].entry.rename("another")
+    assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
+    optimizer.state[a]["exp_avg"].entry.kind = EntryKind.RESULT
+    assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
 
 
 def test_what_happens_between_steps_is_seen_by_the_next(planned):
@@ -377,3 +978,30 @@ def test_guards_are_told_whether_a_parameter_is_trained_now(planned):
     assert (told.requires_grad, weight.__tensor_flatten__()[1].requires_grad) == (True, False)
     weight.requires_grad_()
     assert weight.__tensor_flatten__()[1] is told
+
+
+# These come last: a run has so many plans, and they ask for some.
+
+
+def test_a_gradient_that_a_state_shows_becomes_a_state(planned):
+    same_after_each(planned, (usual, a_gradient_for_a_state))
+
+
+@pytest.mark.slow  # ops on lists, one by one
+def test_what_is_kept_does_not_grow_with_steps(planned):
+    """Ops on lists make their results anew, and those are entries that no later call knows."""
+    (model, compiled, optimizer), _ = planned
+    session = session_behind(model)
+    same_after_each(planned, (options(fused=False, foreach=True),))
+    kept = (
+        *(session.executor.foresight._kept, session.executor.foresight._identities),
+        *(session.executor.recorder._kept, session.arena.lent),
+    )
+    for number in range(60):
+        if number == 10:  # the plan is in force again
+            before = [len(one) for one in kept]
+        usual(model, compiled, optimizer, ids(number))
+        optimizer.step()
+        optimizer.zero_grad()
+    more = [len(one) - was for one, was in zip(kept, before, strict=True)]
+    assert all(count < 10 for count in more), more

@@ -14,7 +14,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
 from zcompile.runtime.eager import dispatch
 from zcompile.runtime.eager.clipping import SCALES
-from zcompile.runtime.eager.streaming import ListCall
+from zcompile.runtime.eager.repeats import ListCall
 
 WHERE = {
     "disk": {},

@@ -6,8 +6,9 @@ and a durable model commits. Optimizers without tiered parameters are not touche
 of a frozen model all the same, through which their own parameters were trained.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -139,11 +140,24 @@ def _adopt(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None
     """Move gradients and states to the store that are plain."""
     for session in _sessions(tiered):
         session.gradients.adopt_each([t for t in tiered if t.store_key == session.key])
-    for param in tiered:
-        for key, value in optimizer.state.get(param, {}).items():
+    for param, states in zip(tiered, _states_of(optimizer, tiered), strict=True):
+        store = param.store_key
+        for key, value in states.items():
+            if type(value) is TieredTensor and value.store_key == store:
+                continue  # the usual case, for each state of each parameter
             if _is_foreign_state(value, param):
                 session, name = session_of(param.entry), f"{param._name_in_store()}.{key}"
-                optimizer.state[param][key] = _adopted(session, name, param, value)
+                states[key] = _adopted(session, name, param, value)
+
+
+def _states_of(
+    optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]
+) -> Iterable[dict[str, Any]]:
+    """The states of each parameter; of one without states an empty dict."""
+    state = optimizer.state
+    if len(state) == len(tiered) and all(map(is_, state, tiered)):
+        return state.values()  # in the usual order: to look each up takes ten times as long
+    return [state.get(param, {}) for param in tiered]
 
 
 def _is_foreign_state(value: object, param: TieredTensor) -> bool:
@@ -178,12 +192,11 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _end(optimizer: torch.optim.Optimizer) -> None:
     """What follows the step of an optimizer, in every session that it has parameters of."""
     tiered = _tiered_params(optimizer)
-    for param in tiered:
-        states = optimizer.state.get(param, {})
+    for param, states in zip(tiered, _states_of(optimizer, tiered), strict=True):
         title = param._name_in_store() if states else ""
         for key, value in states.items():
             if isinstance(value, TieredTensor):
-                value.entry.become_state(f"{title}.{key}")
+                value.serve_as_state(title, key)
     sessions = _sessions(tiered)
     for session in sessions:
         session.end_step()

@@ -75,6 +75,7 @@ __all__ = [
 
 _GRAD: Any = vars(torch._C.TensorBase)["grad"]
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
+_ACCUMULATES: Any = vars(torch._C._functions)["AccumulateGrad"]
 _sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
 
 no_torch_function = torch._C._disabled_torch_function_impl
@@ -610,11 +611,19 @@ def will_accumulate(param: Tensor) -> bool:
 
 def will_accumulate_each(params: Sequence[Tensor]) -> list[bool]:
     """`will_accumulate` of each of `params`: a backward asks that of hundreds at once."""
-    with torch.enable_grad(), torch._C._DisableTorchDispatch():
-        views: list[Any] = [param.view_as(param) for param in params]
-    nodes = [grad_fn_of(view).next_functions[0][0] for view in views]
     here, is_executed = torch._C._current_autograd_node(), torch._C._will_engine_execute_node
-    return [node is here or is_executed(node) for node in nodes]
+    # The node of a parameter is one that the node which runs goes on to, as a rule.
+    ahead: dict[int, Any] = {}
+    following: Any = () if here is None else here.next_functions
+    for node, _ in following:
+        if type(node) is _ACCUMULATES:
+            ahead[id(node.variable)] = node
+    return [
+        will_accumulate(param)
+        if (node := ahead.get(id(param))) is None
+        else node is here or is_executed(node)
+        for param in params
+    ]
 
 
 def with_kept_nodes(params: Iterable[Tensor]) -> list[Tensor]:

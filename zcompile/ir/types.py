@@ -251,6 +251,11 @@ class OneOwner(NamedTuple):
     ranks: int
 
 
+def flat_layout(numel: int, dtype: torch.dtype) -> Layout:
+    """The layout of a contiguous vector, as `Layout.of` it."""
+    return _layout((numel,), (1,), dtype)
+
+
 @dataclass(frozen=True)
 class ParamSpec:
     """What the compiler may know of the parameter, or activation, behind a handle of a graph.

@@ -47,7 +47,7 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import is_profiling, materialised
 from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
-from zcompile.runtime.foresight import Call, Foresight, wait_quietly
+from zcompile.runtime.foresight import Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.host_updates import HostWalk
@@ -503,8 +503,8 @@ class _Call:
         self.leaves = leaves
         """For each entry, the leaf that its gradient is for."""
         self.tickets: dict[int, Ticket] = {}
-        self.call = Call(schedule, tuple(entries))
         self.foresight = executor.foresight
+        self.call = self.foresight.call(schedule, entries)
         self.taken: set[Slot] = set()
         self.in_place: dict[int, Tensor] = {}
         """Tensors over entries where they rest, by id."""
@@ -552,7 +552,8 @@ class _Call:
             if self.schedule.phase is Phase.BACKWARD:
                 self.gradients.count_contributions()
             self.gradients.expect(self.leaves[index] for index in self.schedule.sinks)
-            self.views = resident.resident_views(self.store, self.entries)
+            serial = self.schedule.serial
+            self.views = resident.resident_views(self.store, self.entries, serial)
             self.gradients.begin()
             self.gradients.on_device.begin(self.schedule, self.leaves)
             self._run_instructions()
@@ -614,8 +615,9 @@ class _Call:
     def _borrow_each(self, borrows: Sequence[Borrow]) -> None:
         values, in_place = self.values, self.in_place
         lent = self.views.views(borrows, self.schedule.serial)
+        in_place.update(zip(map(id, lent), lent, strict=True))
         for borrow, found in zip(borrows, lent, strict=True):
-            values[borrow.register] = in_place[id(found)] = found
+            values[borrow.register] = found
 
     def _run(self, run: Run) -> None:
         if run.late is not None:

@@ -10,16 +10,16 @@ and a value that was written in between is fetched again.
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from zcompile.errors import BudgetExceeded, ZinfError
 from zcompile.ir.handover import Handover, handover, last_writes, passes_by
 from zcompile.ir.schedule import Fetch, Schedule
 from zcompile.ir.types import Phase
 from zcompile.memory.step_footprint import device_peak
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.store.resident import source_of
 from zcompile.runtime.store.sources import check_sources
-from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.store.store import Entry, Store, call_key, others_than
 from zcompile.runtime.transfer.interrupts import cleanup, uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 from zcompile.verify.happens_before import Copies
@@ -33,7 +33,15 @@ MOST_TURNS = 256
 LATEST = -1
 """Stands for a turn: whichever call came last."""
 
-Identity = tuple[int, tuple[int, ...]]
+
+class Identity:
+    """A schedule and the entries that it is called with, told apart by `known`: there is one object
+    for each, so that the keys of hundreds of entries are compared once a call."""
+
+    __slots__ = ("known",)
+
+    def __init__(self, known: tuple[int, tuple[int, ...]]) -> None:
+        self.known = known
 
 
 @dataclass(frozen=True)
@@ -42,11 +50,7 @@ class Call:
 
     schedule: Schedule
     entries: tuple[Entry, ...]
-
-    @cached_property
-    def identity(self) -> Identity:
-        """Gradients are new entries in every step, so they do not count."""
-        return self.schedule.serial, tuple([e.key for e in self.entries if e.kind.lasting])
+    identity: Identity
 
     @property
     def called(self) -> ScheduleCall:
@@ -91,6 +95,28 @@ class Foresight:
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
         self._next: Call | None = None
+        self._identities: dict[tuple[int, tuple[int, ...]], Identity] = {}
+        self._kept: dict[object, tuple[object, Sequence[Entry | None], Identity]] = {}
+        """By `call_key`: the mark of `CHANGES`, entries that outlive steps, and what this is."""
+
+    def call(self, schedule: Schedule, entries: Sequence[Entry]) -> Call:
+        """A call of `schedule`. Gradients are new entries in every step, so they do not count."""
+        key, mark = call_key(schedule.serial, entries), CHANGES.mark
+        before, lasted, identity = self._kept.get(key, (None, (), None))
+        if identity is not None and before is mark:
+            others = others_than(lasted, entries)
+            if others is not None and not any(entries[at].kind.lasting for at in others):
+                return Call(schedule, tuple(entries), identity)
+        lasting = [entry if entry.kind.lasting else None for entry in entries]
+        known = schedule.serial, tuple([entry.key for entry in lasting if entry is not None])
+        if len(self._identities) > MOST_REMEMBERED:
+            self._identities.clear()
+            self._kept.clear()
+        made = self._identities.setdefault(known, Identity(known))
+        if len(self._kept) >= MOST_REMEMBERED:
+            self._kept.clear()
+        self._kept[key] = mark, lasting, made
+        return Call(schedule, tuple(entries), made)
 
     @property
     def ready(self) -> Container[int]:

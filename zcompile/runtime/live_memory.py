@@ -324,7 +324,9 @@ class InFlightGradients:
 
         raises  what a transfer failed with
         """
-        while self._transfers and (self._nbytes > most_bytes or not most_bytes):
+        if not most_bytes:
+            self._join_all()
+        while self._transfers and self._nbytes > most_bytes:
             self._join_oldest()
 
     def abandon(self) -> None:
@@ -332,6 +334,22 @@ class InFlightGradients:
         self._live_memory.exchange([d.rows for d in self._transfers], ())
         self._transfers.clear()
         self._nbytes, self._sent = 0, None
+
+    def _join_all(self) -> None:
+        """As `_join_oldest`, of hundreds that stayed at once."""
+        if not self._transfers:
+            return
+        joined, since = list[_InFlight](), perf_counter()
+        try:
+            while self._transfers:
+                transfer = self._transfers.popleft()
+                joined.append(transfer)
+                for ticket, _ in transfer.sent:
+                    ticket.join_compute()
+        finally:
+            self._nbytes -= sum([transfer.nbytes for transfer in joined])
+            self._live_memory.exchange([transfer.rows for transfer in joined], ())
+            self.waited_s += perf_counter() - since
 
     def _join_oldest(self) -> None:
         transfer = self._transfers.popleft()

@@ -26,16 +26,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase, Region
 from zcompile.machine.cost import Costs, TransferModes, call_name, line_through, remeasured
 from zcompile.machine.model import Machine
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Stamp
-from zcompile.runtime.store.store import Entry
+from zcompile.runtime.store.store import Entry, call_key, others_than
 from zcompile.runtime.tiers.base import TierIO
 
 # --- Recording a step ---
@@ -55,6 +56,26 @@ class _RecordedCall:
     call: StepCall
     facts: Mapping[EntryRef, EntryFact]
     gradients: Mapping[EntryRef, EntryFact]
+
+    def is_of(self, entry: Entry, at: int) -> bool:
+        """Whether an entry is as the one in place `at` was."""
+        tiers, kinds, nbytes, wide = self.alike
+        place = entry.place
+        same = place.tier is tiers[at] and place.nbytes == nbytes[at] and entry.kind is kinds[at]
+        return same and entry.crosses_wide == wide[at] and entry.ref == self.call.entries[at]
+
+
+class _KeptCall(NamedTuple):
+    """A call of a schedule, as long as `CHANGES` has the same mark.
+
+    entries  that outlive steps; None in the place of others
+    sizes    dynamic sizes of the call
+    """
+
+    mark: object
+    entries: Sequence[Entry | None]
+    sizes: tuple[int, ...]
+    known: _RecordedCall
 
 
 @dataclass(slots=True)
@@ -100,6 +121,8 @@ class Recorder:
         self._last_step = StepTrace(())
         """The step that ended last, and what it was made of: a step like it is the same object."""
         self._known: dict[tuple[int, tuple[int, ...], tuple[EntryRef, ...]], _RecordedCall] = {}
+        self._kept: dict[object, _KeptCall] = {}
+        """By `call_key`."""
 
     def start(self, walks: bool = False) -> None:
         """Record from here on; `walks`: also what is walked."""
@@ -140,6 +163,22 @@ class Recorder:
 
     def _know(self, schedule: Schedule, entries: Sequence[Entry]) -> "_RecordedCall":
         """What is written down of a call; as in the last step, while entries are alike."""
+        key = call_key(schedule.serial, entries)
+        mark, kept, sizes = CHANGES.mark, self._kept.get(key), schedule.holds.sizes
+        if kept is not None and kept.mark is mark and kept.sizes == sizes:
+            others = others_than(kept.entries, entries)
+            if others is not None and all(kept.known.is_of(entries[at], at) for at in others):
+                return kept.known
+        known = self._know_anew(schedule, entries, sizes)
+        lasting = [entry if entry.kind.lasting else None for entry in entries]
+        if len(self._kept) >= MOST_KNOWN:
+            self._kept.clear()
+        self._kept[key] = _KeptCall(mark, lasting, sizes, known)
+        return known
+
+    def _know_anew(
+        self, schedule: Schedule, entries: Sequence[Entry], sizes: tuple[int, ...]
+    ) -> "_RecordedCall":
         refs = tuple([e.ref for e in entries])
         alike = (
             [e.place.tier for e in entries],
@@ -148,7 +187,6 @@ class Recorder:
             [e.crosses_wide for e in entries],
         )
         passing = EntryKind.ACTIVATION in alike[1]  # these are new in every call
-        sizes = schedule.holds.sizes
         same = schedule.serial, sizes, _kept(entries) if passing else refs
         known = self._known.get(same)
         if known is None or known.alike != alike:

@@ -9,6 +9,7 @@ from zcompile.ir.effects import GRADIENT, NEW
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import HELD, ON_DEVICE, EntryKind, EntryRef
 from zcompile.ir.units import show_size
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.store import Entry, as_they_rest
@@ -151,6 +152,7 @@ def _move(session: Session, entry: Entry, home: str) -> bool:
             return False
         new, new_extent = place.tier, place.extent
         place.written.clear()
+        CHANGES.note()
         try:
             if value is not None:
                 session.put(entry, value).wait()

@@ -321,12 +321,13 @@ class Collaborators:
     executor: type[Executor] = Executor
 
 
-@dataclass(frozen=True)
+@dataclass
 class Repeat:
     """One call of a list op as it was: what its rows depend on, and what became of it.
 
     entries, inputs  which operands they are, in the order in which `schedule` counts them
     written          the entries it writes, among the operands
+    operands         what the next call is compared with first (`eager/repeats.py`)
     """
 
     known: tuple[object, ...]
@@ -334,6 +335,11 @@ class Repeat:
     entries: tuple[int, ...]
     inputs: tuple[int, ...]
     written: tuple[int, ...]
+    operands: Any = None
+
+    def keep(self, operands: Any) -> None:
+        """Compare the next call with these."""
+        self.operands = operands
 
 
 class Session(Store):

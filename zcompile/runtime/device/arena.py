@@ -17,6 +17,7 @@ import threading
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.torch_compat import storage_of
 from zcompile.ir.types import ALIGNMENT, Layout, aligned
 from zcompile.ir.units import show_size
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Gauge
 from zcompile.runtime.transfer.interrupts import uninterrupted
@@ -83,6 +85,8 @@ class Arena:
         self._returned = Dead()
         self._views: dict[tuple[int, Layout], Tensor] = {}
         self._views_of: dict[int, list[tuple[object, object, Tensor] | None]] = {}
+        self.lent: dict[object, Any] = {}
+        """What calls were lent last, for who lends to write down."""
 
     @property
     def peak_bytes(self) -> int:
@@ -181,6 +185,8 @@ class Arena:
     def _forget_views(self) -> None:
         self._views.clear()
         self._views_of.clear()
+        self.lent.clear()
+        CHANGES.note()
 
     @uninterrupted
     def take_slot(self, address: int, nbytes: int, name: str = "a value") -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.durable.check import DataReader
 from zcompile.runtime.durable.commit import CommitLog
 from zcompile.runtime.durable.index import (
@@ -102,6 +103,7 @@ def _rest_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -
     place, old = entry.place, entry.place.extent
     place.rest(place.tier, extent)
     place.written.clear()
+    CHANGES.note()
     for begin, end in written:
         place.written.add(begin, end)
     entry.overwritten()

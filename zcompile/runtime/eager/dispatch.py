@@ -39,6 +39,7 @@ from zcompile.runtime.eager.joined import (
     has_lazy_results,
     join,
 )
+from zcompile.runtime.eager.repeats import list_call
 from zcompile.runtime.eager.rows import (
     UNANNOTATED_WRITES,
     Application,
@@ -54,7 +55,7 @@ from zcompile.runtime.eager.shared import (
     fabric_of,
     norms_over_ranks,
 )
-from zcompile.runtime.eager.streaming import Learn, list_call, stream
+from zcompile.runtime.eager.streaming import Learn, stream
 from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.ranks.values import agreed_value
 from zcompile.runtime.session import Session, session_of

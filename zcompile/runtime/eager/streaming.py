@@ -4,12 +4,7 @@ Where the operands of a row have different layouts, the caller takes another pat
 gather whole tensors, compute, write back. A row computes on a range of its elements (`Chunked`), or
 many rows compute at once (`_JointCall`).
 
-List ops that come again in every step reuse their schedule (`ListCall`). An optimizer calls
-`_fused_adamw_` on the same parameters and states in each step, with new gradients and another
-learning rate. What its rows and their schedule depend on is compared with what it was when they
-were made: the layout of each tensor, the kind of its entry, and where that rests; dtype, device and
-shape of plain tensors; the type of everything else; what there is to stream through. If any of it
-has changed, or a change is deferred, the rows are made anew.
+List ops that come again in every step reuse their schedule (`repeats.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.optimizer_step import ChunkFunction, Column, Row, lower_step
@@ -33,12 +27,10 @@ from zcompile.runtime.eager.rows import (
     CopyCasts,
     can_run_as_lists,
     column_of,
-    counts_writes_in_kernels,
-    leaves_of,
 )
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.late import changes_made
-from zcompile.runtime.session import Repeat, Session, session_of
+from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Deferred, Entry, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
@@ -501,123 +493,3 @@ def range_of(value: Any, first: int, last: int) -> Any:
     if value.numel() == 1:
         return value.reshape(1)
     return value.as_strided((last - first,), (1,), value.storage_offset() + first)
-
-
-# --- List ops that come again ---
-
-LIST_OPS = ("aten::_foreach", "aten::_fused")
-MOST_REPEATS = 8
-"""Repeats kept of calls with as many operands each: of groups of parameters of one size."""
-
-
-@dataclass(frozen=True)
-class ListCall:
-    """A call of a list op whose tiered operands are all different, of one store, and at rest.
-
-    func      the op
-    kind      the op, how many operands it has where, and how often each row takes turns
-    leaves    its operands, lists taken apart
-    entries   those behind tiered operands: position -> entry
-    known     what the rows and their schedule depend on
-    """
-
-    session: Session
-    func: Dispatched
-    kind: tuple[object, ...]
-    counts: tuple[int, ...]
-    leaves: list[Any]
-    entries: dict[int, Entry]
-    known: tuple[object, ...]
-
-    def rerun(self) -> bool:
-        """Run the call as an equal one was run before; False, if there was none."""
-        known = self.session.repeats.get(self.kind, ())
-        found = next((repeat for repeat in known if repeat.known == self.known), None)
-        if found is None or not self.session.scratch_use.open(found.schedule):
-            return False
-        leaves = self.leaves
-        written = [leaves[at] for at in found.written]
-        increment_version([leaf._handle for leaf in written])
-        if counts_writes_in_kernels(self.func):
-            increment_version(written)
-        inputs = [leaves[at] for at in found.inputs]
-        entries = [self.entries[at] for at in found.entries]
-        self.session.late.run(found.schedule, inputs, entries)
-        return True
-
-    def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
-        """Remember that the call is about to run as one `schedule`, with these."""
-        tiered, plain = self._in_rows()
-        alike = len(tiered) == len(entries) and len(plain) == len(inputs)
-        if not alike or not all(
-            a is b
-            for a, b in (
-                *zip((self.entries[at] for at in tiered), entries, strict=True),
-                *zip((self.leaves[at] for at in plain), inputs, strict=True),
-            )
-        ):
-            return  # it took something else along
-        writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
-        written = tuple(at for n, at in enumerate(tiered) if EntryIndex(n) in writes)
-        known = self.session.repeats.setdefault(self.kind, [])
-        known.append(Repeat(self.known, schedule, tuple(tiered), tuple(plain), written))
-        if len(known) > MOST_REPEATS:
-            known.pop(0)
-
-    def _in_rows(self) -> tuple[list[int], list[int]]:
-        """Positions of tiered and of other operands, row after row."""
-        rows = max(self.counts)
-        tiered: list[int] = []
-        plain: list[int] = []
-        for row in range(rows):
-            begin = 0
-            for count in self.counts:
-                taken = [row] if count == rows else range(abs(count))
-                for at in (begin + n for n in taken):
-                    (tiered if at in self.entries else plain).append(at)
-                begin += abs(count)
-        return tiered, plain
-
-
-def list_call(
-    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
-) -> ListCall | None:
-    """The call, if one like it may be repeated; None for all that need be looked at closely."""
-    schema = func._schema
-    if not schema.is_mutable or schema.returns or not schema.name.startswith(LIST_OPS):
-        return None
-    values = (*args, *kwargs.values())
-    counts = tuple(len(v) if type(v) is list else -1 for v in values)
-    if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
-        return None
-    # What the rows depend on, operand by operand; with a deferred change or a copy that varies.
-    leaves = leaves_of(args, kwargs)
-    entries: dict[int, Entry] = {}
-    known: list[object] = []
-    for at, leaf in enumerate(leaves):
-        if isinstance(leaf, cls):
-            tiered: Any = leaf
-            entry = entries[at] = tiered.entry
-            if entry.waits is not None:
-                if entry.waits is session_of(entry).noted_ops:
-                    return None  # the op may be noted with those
-                entry.settle_updates()  # before it is looked at where it rests
-            if entry.deferred or entry.copies or entry.narrow is not None:
-                return None
-            in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
-            updates = session_of(entry).host_updates
-            on_host = bool(updates.wanted) and updates.reaches(entry)
-            known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place, on_host))
-        elif isinstance(leaf, Tensor):
-            known.append((type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride()))
-        else:
-            known.append(type(leaf))
-    # All entries are different, and of one store.
-    keys = {entry.key for entry in entries.values()}
-    stores = {entry.store.key: entry for entry in entries.values()}
-    if len(keys) < len(entries) or len(stores) != 1:
-        return None
-    session = session_of(next(iter(stores.values())))
-    known.append(session.step_room)
-    kind = func, counts, tuple(kwargs)
-    return ListCall(session, func, kind, counts, leaves, entries, tuple(known))

@@ -41,10 +41,12 @@ from zcompile.ir.torch_compat import (
     wrapper,
 )
 from zcompile.ir.types import Layout
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.eager import dispatch, distributed_checkpoint
 from zcompile.runtime.eager.data_assignment import assign_data
 from zcompile.runtime.eager.identity import FLATTENS, is_asked_by
 from zcompile.runtime.eager.joined import run_noted_ops
+from zcompile.runtime.eager.repeats import call_as_before
 from zcompile.runtime.eager.rows import leaves_of
 from zcompile.runtime.eager.unbacked import Unbacked
 from zcompile.runtime.session import session_of
@@ -101,6 +103,8 @@ class TieredTensor(Unbacked):
     """Somebody got hold of the node by which autograd adds to its gradient."""
     grad_given: bool = False
     """Its gradient is a plain tensor that was assigned: others may hold it, or its memory."""
+    _serves: tuple[object, str, str] = None, "", ""
+    """As a state of an optimizer: the mark of `CHANGES` when it was called one, and whose."""
     _title: str | None = None
     """The name of a parameter whose `.data` was assigned; else it is that of its entry."""
 
@@ -156,6 +160,7 @@ class TieredTensor(Unbacked):
     def _name_by(self, handle: Tensor, layout: Layout) -> None:
         """Show what `handle` names, in `layout`, from here on."""
         self._handle, self.entry_layout, self._known = handle, layout, None
+        CHANGES.note()
 
     def set_title(self, name: str) -> None:
         """Let this parameter be called `name`, whatever others call its entry."""
@@ -163,6 +168,14 @@ class TieredTensor(Unbacked):
 
     def _name_in_store(self) -> str:
         return self._title or self.entry.name
+
+    def serve_as_state(self, title: str, key: str) -> None:
+        """It is the state `key` of the parameter that is called `title` from here on."""
+        mark, called, known_as = self._serves
+        if mark is CHANGES.mark and called is title and known_as is key:
+            return  # as in the last step, and no entry has another kind or name since
+        self.entry.become_state(f"{title}.{key}")
+        self._serves = CHANGES.mark, title, key
 
     @property
     def data(self) -> Tensor:
@@ -216,10 +229,15 @@ class TieredTensor(Unbacked):
     ) -> Any:
         kwargs = kwargs or {}
         leaves = leaves_of(args, kwargs)
-        if any(isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves):
+        again = call_as_before(TieredTensor, func, args, kwargs, leaves)
+        if again is None and any(
+            isinstance(x, TieredTensor) and is_traced(x._handle) for x in leaves
+        ):
             return _gather_in_graph(func, args, kwargs)
         try:
             with deferred_interrupts():
+                if again is not None and again.rerun():
+                    return None
                 return dispatch.call(TieredTensor, func, args, kwargs)
         except BaseException:
             run_noted_ops(TieredTensor, leaves)
@@ -434,8 +452,8 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.is_floating_point() or param.is_complex():
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later
-        adopt = session_of(tiered.entry).gradients.adopt
-        param.register_post_accumulate_grad_hook(untraced(adopt))
+        come_to = session_of(tiered.entry).gradients.come_to
+        param.register_post_accumulate_grad_hook(untraced(come_to))
         param.requires_grad_(trained)
     return param
 

@@ -23,6 +23,7 @@ from zcompile.ir.torch_compat import (
     accumulates_into,
     after_backward,
     current_pass,
+    grad_of,
     hooks_of,
     is_gradient_named,
     is_lazy,
@@ -65,7 +66,7 @@ class Gradients:
     node of autograd (`expect_from`). So each pass knows what it will bring: autograd tells which
     nodes it comes to. A parameter to which a pass brings exactly one contribution, and that has no
     hooks, is finalized at once. Any other collects contributions in `_sums` until autograd comes to
-    the parameter itself, after everything that uses it (`adopt`). Sums are kept by backward pass,
+    the parameter itself, after everything that uses it (`come_to`). Sums are kept by backward pass,
     so that what a failed pass left behind is never added to.
 
     A parameter whose node of autograd somebody got hold of (`leaves.may_have_node_hooks`) is
@@ -365,6 +366,19 @@ class Gradients:
             self._set_or_add(param, run_hooks(param, total))
         _call_post_hooks(param)
 
+    def come_to(self, param: Tensor) -> None:
+        """Autograd has come to `param`: a post-accumulate hook, the first of every tiered
+        parameter. raises  as `adopt`"""
+        adds = self._adds or self._added_to[1] or self._used_outside
+        if adds or self._is_to_be_adopted(param):
+            self.adopt(param)
+
+    def _is_to_be_adopted(self, param: Tensor) -> bool:
+        """Whether there is more to do for a gradient than to see that it is at home: not, as a
+        rule, and that is asked of each parameter twice in each step."""
+        fabric = self._store.fabric
+        return bool(self._sums) or fabric is not None or not _is_at_home(param)
+
     @uninterrupted
     def adopt(self, param: Tensor) -> None:
         """Autograd has come to `param`: finalize its collected sum, and move `.grad` to the store.
@@ -373,7 +387,6 @@ class Gradients:
         What autograd made is not held by others, though it be a part of what it splits among
         parameters (`cat`).
 
-        A post-accumulate hook, the first of every tiered parameter.
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
         tiered: Any = param
@@ -404,8 +417,7 @@ class Gradients:
         """`adopt` each of these: before an optimizer's step, which has hundreds, hardly one has a
         gradient that is plain."""
         for param in params:
-            at_home = isinstance(getattr(param.grad, "entry", None), Entry)
-            if not at_home or self._sums or self._store.fabric is not None:
+            if self._is_to_be_adopted(param):
                 self.adopt(param)
 
     def _adopt_exchanged(self, param: Any) -> None:
@@ -583,6 +595,11 @@ class _PassSum:
     total: Tensor
     param: Tensor
     found: object
+
+
+def _is_at_home(param: Tensor) -> bool:
+    """Whether `.grad` is a tiered tensor."""
+    return hasattr(grad_of(param), "entry_layout")
 
 
 def _add_in_place(held: Tensor, more: Tensor) -> None:

@@ -82,6 +82,8 @@ def in_layout_of(param: Tensor, grad: Tensor) -> Tensor:
 
 def flattened(dense: Tensor) -> Tensor:
     """The elements of a dense tensor in the order of its storage: [numel]."""
+    if dense.stride() == (1,):
+        return dense
     return dense.as_strided((dense.numel(),), (1,))
 
 

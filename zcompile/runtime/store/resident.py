@@ -10,16 +10,17 @@ writes the copy as well, so in a training loop no copy is ever made again.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from zcompile.ir.schedule import Borrow, Cast, CopyRead, Fetch, Schedule
 from zcompile.ir.types import Layout
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.store.sources import check_sources
-from zcompile.runtime.store.store import NEVER, Entry, Store
+from zcompile.runtime.store.store import NEVER, Entry, Store, call_key, others_than
 from zcompile.runtime.tiers.base import Extent
 from zcompile.runtime.transfer.ticket import Ready, Ticket
 
@@ -38,15 +39,58 @@ class OnDevice(Protocol):
 
 # --- Views in place ---
 
+MOST_KEPT = 1024
+"""The most calls of which is kept what they were lent; a step has a few."""
 
-def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
+
+@dataclass(frozen=True)
+class KeptViews:
+    """What a call was lent, for the next call of the same schedule with the same entries that
+    outlive steps; true as long as `CHANGES` has the same mark.
+
+    entries  of the call; None in the place of those that do not last, or are not lent
+    extents  where those rest
+    views    of the borrows that open the schedule; None where entries are None
+    looked   which of those are None
+    writes   the entries that the others write, once for each borrow
+    """
+
+    mark: object
+    entries: Sequence[Entry | None]
+    extents: Sequence[Extent | None]
+    views: Sequence[Tensor | None]
+    looked: Sequence[int]
+    writes: Sequence[Entry]
+
+
+def resident_views(
+    store: Store, entries: Sequence[Entry], of: int | None = None
+) -> "ResidentViews":
     """The entries of one call that compute may use where they rest. The caller has called
     `store.enter`.
 
+    of      serial of the schedule that is called; None: nothing is kept for its next call
     raises  what an earlier transfer of one of them failed with
     """
+    mark, kept = CHANGES.mark, None if of is None else store.arena.lent.get(call_key(of, entries))
+    if kept is None or kept.mark is not mark:
+        return ResidentViews(store, entries, _extents_of(store, entries), mark)
+    others = others_than(kept.entries, entries)
+    if others is None:
+        return ResidentViews(store, entries, _extents_of(store, entries), mark)
+    extents = [*kept.extents]
+    for at, extent in zip(others, _extents_of(store, [entries[n] for n in others]), strict=True):
+        extents[at] = extent
+    return ResidentViews(store, entries, extents, mark, kept)
+
+
+def _extents_of(store: Store, entries: Sequence[Entry]) -> list[Extent | None]:
+    """Where each entry rests on the device with a value, and nothing moves it; else None.
+
+    raises  as `resident_views`
+    """
     places = [entry.place for entry in entries]
-    extents = [
+    return [
         place.extent
         if ready
         and place.tier.on_device
@@ -54,7 +98,6 @@ def resident_views(store: Store, entries: Sequence[Entry]) -> "ResidentViews":
         else None
         for e, place, ready in zip(entries, places, store._mover.are_ready(places), strict=True)
     ]
-    return ResidentViews(store, entries, extents)
 
 
 @dataclass(frozen=True)
@@ -62,11 +105,15 @@ class ResidentViews:
     """Gives one call tensors over entries where they rest.
 
     extents  of each entry that rests on the device with a value, and that nothing moves; else None
+    mark     of `CHANGES`, before that was looked at
+    kept     what the last call was lent, if that is what this one is lent
     """
 
     store: Store
     entries: Sequence[Entry]
     extents: Sequence[Extent | None]
+    mark: object = field(default_factory=object)
+    kept: KeptViews | None = None
 
     def view(self, borrow: Borrow) -> Tensor:
         """A tensor to read and write, and not to hand to others, as `Store.view_in_place`.
@@ -89,6 +136,52 @@ class ResidentViews:
 
         of  serial of the schedule that borrows them, which gives the views to each of its calls
         """
+        if self.kept is not None:
+            return self._as_before(self.kept, borrows)
+        found = self._viewed(borrows, of)
+        if borrows:
+            self._keep(borrows, found, of)
+        return found
+
+    def _as_before(self, kept: KeptViews, borrows: Sequence[Borrow]) -> list[Tensor]:
+        """The views that the last call was lent, and new ones of what does not last."""
+        found: list[Any] = [*kept.views]
+        for at in kept.looked:
+            found[at] = self.view(borrows[at])
+        if CHANGES.mark is not kept.mark:  # a view had something else settled, or moved
+            rows = zip(borrows, kept.views, found, strict=True)
+            return [new if was is None else self.view(borrow) for borrow, was, new in rows]
+        for entry in kept.writes:
+            entry.written()
+        return found
+
+    def _keep(self, borrows: Sequence[Borrow], views: Sequence[Tensor], of: int) -> None:
+        """Keep what this call is lent of entries that last, in the arena, for the next one."""
+        entries = [
+            entry if extent is not None and entry.kind.lasting and _in_arena(entry) else None
+            for entry, extent in zip(self.entries, self.extents, strict=True)
+        ]
+        lasting = [entries[borrow.entry] for borrow in borrows]
+        if not any(lasting):
+            return
+        lent = self.store.arena.lent
+        if len(lent) >= MOST_KEPT:
+            lent.clear()
+        lent[call_key(of, self.entries)] = KeptViews(
+            self.mark,
+            entries,
+            [None if e is None else x for e, x in zip(entries, self.extents, strict=True)],
+            [None if e is None else view for e, view in zip(lasting, views, strict=True)],
+            [at for at, entry in enumerate(lasting) if entry is None],
+            [
+                e
+                for e, borrow in zip(lasting, borrows, strict=True)
+                if e is not None and borrow.writes
+            ],
+        )
+
+    def _viewed(self, borrows: Sequence[Borrow], of: int) -> list[Tensor]:
+        """`view` of each, of which those in the arena are as before where they rest as before."""
         entries, extents, found = self.entries, self.extents, list[Tensor]()
         kept = self.store.arena.views_of(of, len(borrows))
         for at, borrow in enumerate(borrows):
@@ -109,6 +202,11 @@ class ResidentViews:
                 kept[at] = borrow, extent, view
             found.append(view)
         return found
+
+
+def _in_arena(entry: Entry) -> bool:
+    """Whether an entry on the device rests in memory that stays there, whatever becomes of it."""
+    return cast(OnDevice, entry.place.tier).in_arena
 
 
 # --- Copies on the device ---

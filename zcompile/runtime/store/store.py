@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from operator import attrgetter, is_
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from zcompile.ir.partition import Owners, Partition, partition_of
 from zcompile.ir.schedule import Cast
 from zcompile.ir.ties import Dead, Tie
 from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.device.pages import check_memory, copy_bytes
@@ -159,6 +161,20 @@ class Whole(NamedTuple):
     version: int
 
 
+def _told(name: str) -> Any:
+    """An attribute of entries, kept as `_name`: `CHANGES` is told where it changes of one that
+    outlives steps."""
+    kept = f"_{name}"
+
+    def change(self: "Entry", value: object) -> None:
+        before, lasts = getattr(self, kept), self.kind.lasting
+        setattr(self, kept, value)
+        if before is not value and (lasts or self.kind.lasting):
+            CHANGES.note()
+
+    return property(attrgetter(kept), change)
+
+
 class Entry:
     """Bytes that the store keeps. Reads give zeros until something is written.
 
@@ -190,6 +206,16 @@ class Entry:
              in its own, since a hook of some rank sees it
     """
 
+    kind: EntryKind = _told("kind")
+    nbytes: int = _told("nbytes")
+    place: Place = _told("place")
+    unset: bool = _told("unset")
+    deferred: tuple[Deferred, ...] = _told("deferred")
+    waits: Waits | None = _told("waits")
+    sources: tuple[Source, ...] = _told("sources")
+    narrow: Cast | None = _told("narrow")
+    crosses_wide: bool = _told("crosses_wide")
+
     def __init__(
         self,
         store: "Store",
@@ -200,25 +226,25 @@ class Entry:
         partition: Partition | None = None,
     ) -> None:
         self.key = handles.new_key()
-        self.kind = self.born = kind
-        self.nbytes = place.nbytes
+        self._kind = self.born = kind
+        self._nbytes = place.nbytes
         self.partition = partition
         self.store = store
-        self.place = place
-        self.unset = unset
+        self._place = place
+        self._unset = unset
         self.ref = EntryRef(self.key) if ref is None else ref
         self.version = 0
         self.owner: weakref.ref[Tensor] | None = None
         self.shown: object = None
-        self.deferred: tuple[Deferred, ...] = ()
-        self.waits: Waits | None = None
-        self.sources: tuple[Source, ...] = ()
+        self._deferred: tuple[Deferred, ...] = ()
+        self._waits: Waits | None = None
+        self._sources: tuple[Source, ...] = ()
         self.copies: dict[torch.dtype, tuple[Entry, int]] = {}
         self.whole: Whole | None = None
         self.norms: dict[Hashable, tuple[int, Layout | None, Any]] = {}
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
-        self.narrow: Cast | None = None
-        self.crosses_wide = False
+        self._narrow: Cast | None = None
+        self._crosses_wide = False
         self.tie: Tie | None = None
         """Tells that the storage of the handle has died."""
 
@@ -276,6 +302,7 @@ class Entry:
     def keep_copy(self, dtype: torch.dtype, copy: "Entry") -> None:
         """Let `copy` be its copy in another dtype, of no value until `copy_made`."""
         self.copies[dtype] = copy, NEVER
+        CHANGES.note()
 
     def blank_copy(self, dtype: torch.dtype) -> "Entry":
         """Its copy in another dtype, of no value until `copy_made`: what is overwritten need not be
@@ -335,7 +362,8 @@ class Entry:
 
     def become_parameter(self) -> None:
         """It is what a parameter shows, from here on, and nobody's gradient."""
-        self.kind, self.ref = EntryKind.PARAM, EntryRef(self.key)
+        self.ref = EntryRef(self.key)  # before others are told that it has changed
+        self.kind = EntryKind.PARAM
 
     @uninterrupted
     def gather(
@@ -387,6 +415,22 @@ def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
     finally:
         for entry, cast, nbytes in narrow:
             entry.narrow, entry.nbytes = cast, nbytes
+
+
+def call_key(serial: int, entries: Sequence[Entry]) -> object:
+    """What something is kept by for the next such call of a schedule: one may serve many layers,
+    of which each has entries that outlive steps. Others are new in every step."""
+    return serial, next((entry.ref for entry in entries if entry.kind.lasting), None)
+
+
+def others_than(kept: Sequence[Entry | None], entries: Sequence[Entry]) -> list[int] | None:
+    """Places of `entries` where `kept` has none; None, if it has another somewhere, or fewer."""
+    if len(kept) != len(entries):
+        return None
+    if all(map(is_, kept, entries)):
+        return []
+    found = [at for at, (a, b) in enumerate(zip(kept, entries, strict=True)) if a is not b]
+    return None if any(kept[at] is not None for at in found) else found
 
 
 def _copies(entry: Entry) -> list[int]:
@@ -628,6 +672,7 @@ class Store:
         self._dead.extend(_copies(entry))
         entry.copies.clear()
         entry.whole = None
+        CHANGES.note()
 
     def handle(self, entry: Entry) -> Tensor:
         """The handle of a new entry, which is freed when the last use of its handle has died."""

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.ticket import Promise
 
@@ -178,10 +179,12 @@ class Place:
 
     def rename(self, name: str) -> None:
         self.extent = replace(self.extent, name=name)
+        CHANGES.note()
 
     def rest(self, tier: TierIO, extent: Extent) -> None:
         """Let the entry rest in `extent` of `tier` from here on; what lies there is its value."""
         self.tier, self.extent = tier, extent
+        CHANGES.note()
 
     def free(self) -> None:
         """The entry is dead: nothing new is submitted."""

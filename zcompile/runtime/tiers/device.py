@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
-from zcompile.ir.types import ALIGNMENT, HELD, EntryRef, Layout, aligned
+from zcompile.ir.types import ALIGNMENT, HELD, EntryRef, Layout, aligned, flat_layout
 from zcompile.runtime.device.arena import Arena
 from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
 from zcompile.runtime.transfer.ticket import Promise
@@ -54,15 +54,12 @@ class DeviceTier(OnDeviceTier):
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._reserved: dict[EntryRef, Extent] = {}
+        self.planned_bytes = 0
+        """Bytes of all reserved addresses."""
         self._occupied: set[int] = set()
         self._spare: set[int] = set()
         self.window_bytes = arena.budget_bytes
         self._floor = arena.budget_bytes
-
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of all reserved addresses."""
-        return sum(extent.nbytes for extent in self._reserved.values())
 
     @property
     def streamed_bytes(self) -> int:
@@ -86,6 +83,7 @@ class DeviceTier(OnDeviceTier):
         if begin is None:
             return False
         self._reserved[ref] = Extent(0, begin, size, name)
+        self.planned_bytes += size
         self._floor = min(self._floor, begin)
         return True
 
@@ -102,6 +100,7 @@ class DeviceTier(OnDeviceTier):
         for ref, extent in list(self._reserved.items()):
             if extent.offset not in self._occupied:
                 self._arena.unreserve(self._reserved.pop(ref).offset)
+                self.planned_bytes -= extent.nbytes
         left = (extent.offset for extent in self._reserved.values())
         self._floor = min(left, default=self._arena.budget_bytes)
 
@@ -160,6 +159,7 @@ class DeviceTier(OnDeviceTier):
 
     def close(self) -> None:
         self._reserved.clear()
+        self.planned_bytes = 0
         self._occupied.clear()
         self._spare.clear()
 
@@ -178,7 +178,7 @@ class HeldTier(OnDeviceTier):
     def take(self, value: Tensor, name: str) -> Extent:
         """Let `value` stay: 1-D, contiguous, and a storage of its own."""
         number = next(self._numbers)
-        self._values[number] = value, Layout.of(value)
+        self._values[number] = value, flat_layout(value.numel(), value.dtype)
         return Extent(number, 0, value.nbytes, name)
 
     def view(self, extent: Extent, begin: int, layout: Layout) -> Tensor:

@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.pages import clear_bytes
 from zcompile.runtime.tiers.base import Place, Span, TierIO
 from zcompile.runtime.transfer.one_copy import CopyEnds, OneCopy
@@ -50,6 +51,7 @@ class TransferQueue:
             transfer.prepare()
             place.in_flight.append(transfer)
             self._in_flight[transfer] = None
+        CHANGES.note()
         transfer.home.then(partial(self._finished, transfer))
         # Others on these bytes must be home first; those in `after` must have freed their memory.
         # Where the device's own streams can see to that, it is enough that they are enqueued.
@@ -106,6 +108,7 @@ class TransferQueue:
                 place.in_flight.append(copy)
                 self._in_flight[copy] = None
                 self.ends.enqueued(copy)
+                CHANGES.note()
         if error is not None:
             copy.fail(error)
         return True
@@ -188,6 +191,7 @@ class TransferQueue:
         with self._lock:
             self.check(place)
             place.written.clear()
+        CHANGES.note()
 
     def free(self, place: Place) -> None:
         """Give the extent back once nothing is in flight on it."""
@@ -238,6 +242,7 @@ class TransferQueue:
         """Start nothing any more; later submissions raise `error`."""
         with self._lock:
             self.closed = self.closed or error
+        CHANGES.note()
         self._starter.stop()
 
     def abandon(self, error: BaseException) -> None:
@@ -249,6 +254,7 @@ class TransferQueue:
         with self._lock:
             self.closed = self.closed or error
             left = list(self._in_flight)
+        CHANGES.note()
         raised: list[BaseException] = []
         ends: list[Callable[[], None]] = [partial(transfer.fail, error) for transfer in left]
         for end in (*ends, self.ends.tell):
@@ -270,6 +276,7 @@ class TransferQueue:
                 place.error = place.error or error
                 if self.closed is None:
                     self.error = self.error or error
+                CHANGES.note()
             free = started and place.freed and not place.in_flight
         try:
             if free:

@@ -1,0 +1,280 @@
+"""List ops that come again in every step reuse their schedule.
+
+An optimizer calls `_fused_adamw_` on the same parameters and states in each step, with new
+gradients and another learning rate. What its rows and their schedule depend on is compared with
+what it was when they were made: the layout of each tensor, the kind of its entry, and where that
+rests; dtype, device and shape of plain tensors; the type of everything else; what there is to
+stream through. If any of it has changed, or a change is deferred, the rows are made anew.
+
+Of a step whose plan is settled most of that need not be asked of each operand again: while
+`CHANGES` has the mark that it had then, the entries of parameters and states are what they were
+(`KeptOperands`). That they are the very same is looked at, and so is all of the gradients, which
+are new, and of plain operands.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from zcompile.ir.optimizer_step import StepRoom
+from zcompile.ir.schedule import EntryIndex, Schedule
+from zcompile.ir.torch_compat import Dispatched
+from zcompile.ir.types import EntryKind, Layout
+from zcompile.runtime.changes import CHANGES
+from zcompile.runtime.eager.rows import counts_writes_in_kernels, leaves_of
+from zcompile.runtime.session import Repeat, Session, session_of
+from zcompile.runtime.store.store import Entry
+
+LIST_OPS = ("aten::_foreach", "aten::_fused")
+MOST_REPEATS = 8
+"""Repeats kept of calls with as many operands each: of groups of parameters of one size."""
+
+
+@dataclass(frozen=True)
+class ListCall:
+    """A call of a list op whose tiered operands are all different, of one store, and at rest.
+
+    func      the op
+    kind      the op, how many operands it has where, and how often each row takes turns
+    leaves    its operands, lists taken apart
+    entries   those behind tiered operands: position -> entry
+    known     what the rows and their schedule depend on
+    mark      of `CHANGES`, before that was looked at
+    before    the call that this one is a repeat of, if that is known
+    """
+
+    session: Session
+    func: Dispatched
+    kind: tuple[object, ...]
+    counts: tuple[int, ...]
+    leaves: list[Any]
+    entries: dict[int, Entry]
+    known: tuple[object, ...]
+    mark: object
+    before: Repeat | None = None
+
+    def rerun(self) -> bool:
+        """Run the call as an equal one was run before; False, if there was none."""
+        found = self.before
+        if found is None:
+            known = self.session.repeats.get(self.kind, ())
+            found = next((repeat for repeat in known if repeat.known == self.known), None)
+        if found is None or not self.session.scratch_use.open(found.schedule):
+            return False
+        if self.before is None:
+            found.keep(_kept_operands(self))
+        leaves = self.leaves
+        written = [leaves[at] for at in found.written]
+        increment_version([leaf._handle for leaf in written])
+        if counts_writes_in_kernels(self.func):
+            increment_version(written)
+        inputs = [leaves[at] for at in found.inputs]
+        entries = [self.entries[at] for at in found.entries]
+        self.session.late.run(found.schedule, inputs, entries)
+        return True
+
+    def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
+        """Remember that the call is about to run as one `schedule`, with these."""
+        tiered, plain = self._in_rows()
+        alike = len(tiered) == len(entries) and len(plain) == len(inputs)
+        if not alike or not all(
+            a is b
+            for a, b in (
+                *zip((self.entries[at] for at in tiered), entries, strict=True),
+                *zip((self.leaves[at] for at in plain), inputs, strict=True),
+            )
+        ):
+            return  # it took something else along
+        writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
+        written = tuple(at for n, at in enumerate(tiered) if EntryIndex(n) in writes)
+        known = self.session.repeats.setdefault(self.kind, [])
+        known.append(Repeat(self.known, schedule, tuple(tiered), tuple(plain), written))
+        if len(known) > MOST_REPEATS:
+            known.pop(0)
+
+    def _in_rows(self) -> tuple[list[int], list[int]]:
+        """Positions of tiered and of other operands, row after row."""
+        rows = max(self.counts)
+        tiered: list[int] = []
+        plain: list[int] = []
+        for row in range(rows):
+            begin = 0
+            for count in self.counts:
+                taken = [row] if count == rows else range(abs(count))
+                for at in (begin + n for n in taken):
+                    (tiered if at in self.entries else plain).append(at)
+                begin += abs(count)
+        return tiered, plain
+
+
+@dataclass(frozen=True)
+class KeptOperands:
+    """The operands of a call, by their positions, as long as `CHANGES` has the same mark.
+
+    room     that the step streams through
+    on_host  the plan lets the host update something
+    lasting  those over entries that outlive steps: the entry and the layout of each
+    entries  the entries of those
+    passing  those over other entries, all of them on the device: layout, bytes and kind of each
+    numbers  plain tensors without dimensions: dtype and device of each
+    others   what is known of each of the others
+    """
+
+    mark: object
+    room: StepRoom
+    on_host: bool
+    lasting: Sequence[tuple[int, Entry, Layout]]
+    entries: dict[int, Entry]
+    passing: Sequence[tuple[int, Layout, int, EntryKind]]
+    numbers: Sequence[tuple[int, torch.dtype, torch.device]]
+    others: Sequence[tuple[int, object]]
+
+    def entries_of(
+        self, cls: Any, session: Session, leaves: Sequence[Any]
+    ) -> dict[int, Entry] | None:
+        """The entries behind the operands of another call, by position, if it is a repeat of this
+        one; else None."""
+        for at, entry, layout in self.lasting:
+            leaf = leaves[at]
+            # Not `leaf.entry`: of a tensor that is traced nothing is asked.
+            if type(leaf) is not cls or (known := leaf._known) is None or known() is not entry:
+                return None
+            if leaf.entry_layout is not layout:
+                return None
+        found = {**self.entries}
+        for at, layout, nbytes, kind in self.passing:
+            leaf = leaves[at]
+            if type(leaf) is not cls or (known := leaf._known) is None:
+                return None
+            entry = known()
+            if entry is None or entry.store is not session or leaf.entry_layout != layout:
+                return None
+            if entry.waits is not None or entry.deferred or entry.copies:
+                return None
+            if entry.narrow is not None or entry.nbytes != nbytes or entry.kind is not kind:
+                return None
+            if not entry.place.tier.on_device:
+                return None
+            found[at] = entry
+        for at, dtype, device in self.numbers:
+            leaf = leaves[at]
+            if type(leaf) is not Tensor or leaf.dim() or leaf.dtype is not dtype:
+                return None
+            if leaf.device != device:
+                return None
+        for at, known_of in self.others:
+            leaf = leaves[at]
+            if isinstance(leaf, cls) or _known_of(leaf) != known_of:
+                return None
+        alike = len({id(found[at]) for at, *_ in self.passing}) == len(self.passing)
+        return found if alike else None
+
+
+def _kept_operands(call: ListCall) -> KeptOperands | None:
+    """What the next call is compared with; None, if it has to be looked at closely."""
+    lasting, passing, numbers, others = [], [], [], []
+    for at, leaf in enumerate(call.leaves):
+        entry = call.entries.get(at)
+        if entry is not None and entry.kind.lasting:
+            lasting.append((at, entry, leaf.entry_layout))
+        elif entry is not None and entry.place.tier.on_device:
+            passing.append((at, leaf.entry_layout, entry.nbytes, entry.kind))
+        elif entry is not None:
+            return None
+        elif type(leaf) is Tensor and not leaf.dim():
+            numbers.append((at, leaf.dtype, leaf.device))
+        else:
+            others.append((at, _known_of(leaf)))
+    session = call.session
+    return KeptOperands(
+        call.mark,
+        session.step_room,
+        bool(session.host_updates.wanted),
+        lasting,
+        {at: entry for at, entry, _ in lasting},
+        passing,
+        numbers,
+        others,
+    )
+
+
+def call_as_before(
+    cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any], leaves: list[Any]
+) -> ListCall | None:
+    """The call, if it is a repeat of one whose operands are kept; None, if that is to be looked at.
+
+    leaves  the operands, lists taken apart
+    """
+    first: Any = leaves[0] if args and type(args[0]) is list and leaves else None
+    session: Any = first._store if type(first) is cls else None
+    if session is None or session.fabric is not None or torch.is_grad_enabled():
+        return None  # that parameters are used is noted where autograd records that
+    values = (*args, *kwargs.values())
+    counts = tuple([len(v) if type(v) is list else -1 for v in values])
+    kind = func, counts, tuple(kwargs)
+    for repeat in session.repeats.get(kind, ()):
+        kept: KeptOperands | None = repeat.operands
+        if kept is None or kept.mark is not CHANGES.mark:
+            continue
+        entries = kept.entries_of(cls, session, leaves)
+        wanted = bool(session.host_updates.wanted)
+        if entries is None or wanted != kept.on_host or session.step_room != kept.room:
+            continue
+        return ListCall(
+            session, func, kind, counts, leaves, entries, repeat.known, kept.mark, repeat
+        )
+    return None
+
+
+def _known_of(leaf: object) -> object:
+    """What the rows of a call, or their schedule, depend on of a plain operand."""
+    if isinstance(leaf, Tensor):
+        return (type(leaf), leaf.dtype, leaf.device, leaf.size(), leaf.stride())
+    return type(leaf)
+
+
+def list_call(
+    cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
+) -> ListCall | None:
+    """The call, if one like it may be repeated; None for all that need be looked at closely."""
+    schema = func._schema
+    if not schema.is_mutable or schema.returns or not schema.name.startswith(LIST_OPS):
+        return None
+    values = (*args, *kwargs.values())
+    counts = tuple(len(v) if type(v) is list else -1 for v in values)
+    if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
+        return None
+    mark = CHANGES.mark
+    # What the rows depend on, operand by operand; with a deferred change or a copy that varies.
+    leaves = leaves_of(args, kwargs)
+    entries: dict[int, Entry] = {}
+    known: list[object] = []
+    for at, leaf in enumerate(leaves):
+        if isinstance(leaf, cls):
+            tiered: Any = leaf
+            entry = entries[at] = tiered.entry
+            if entry.waits is not None:
+                if entry.waits is session_of(entry).noted_ops:
+                    return None  # the op may be noted with those
+                entry.settle_updates()  # before it is looked at where it rests
+            if entry.deferred or entry.copies or entry.narrow is not None:
+                return None
+            in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
+            updates = session_of(entry).host_updates
+            on_host = bool(updates.wanted) and updates.reaches(entry)
+            known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place, on_host))
+        else:
+            known.append(_known_of(leaf))
+    # All entries are different, and of one store.
+    keys = {entry.key for entry in entries.values()}
+    stores = {entry.store.key: entry for entry in entries.values()}
+    if len(keys) < len(entries) or len(stores) != 1:
+        return None
+    session = session_of(next(iter(stores.values())))
+    known.append(session.step_room)
+    kind = func, counts, tuple(kwargs)
+    return ListCall(session, func, kind, counts, leaves, entries, tuple(known), mark)

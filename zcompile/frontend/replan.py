@@ -291,6 +291,7 @@ class StepController(Rescheduling):
             session.host_updates.want(NOBODY)
             session.stream_through(DEPTH, NO_ROOM)
             session.homes.want({})
+            session.homes.expect_results(0)
             self._drop_copies_of_plan()
             evict(session, self._resident(), {})
             device.clear()
@@ -442,7 +443,13 @@ class StepController(Rescheduling):
         session.late.want(plan.late)
         session.host_updates.want(plan.on_host)
         session.stream_through(plan.arena.depth, plan.arena.scratch)
-        session.homes.plan_device(max(call.schedule.peak_bytes for call in plan.step.calls))
+        session.homes.expect_results(plan.result_bytes)
+        session.homes.plan_device(
+            max(
+                call.schedule.peak_bytes + (plan.result_bytes if call.phase is Phase.STEP else 0)
+                for call in plan.step.calls
+            )
+        )
         lost = len(left) + len(crowded) + len(astray)
         text = summary(plan, session.window_bytes)
         tell(log, text + (f"; {lost} entries found no room where they should rest" if lost else ""))

@@ -111,7 +111,14 @@ def plan_of(
             stay, scratch = stay_and_scratch(
                 step, machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
             )
-            arena = ArenaShare(window, lead_of(session), chunk_bytes, room.reach, scratch=scratch)
+            arena = ArenaShare(
+                window,
+                lead_of(session),
+                chunk_bytes,
+                room.reach,
+                scratch=scratch,
+                nbytes=arena_bytes,
+            )
             compute = demand_of(step, costs.region_seconds).phases_s
             return plan_step(
                 step, machine, room, arena, compute, seconds, stay=stay, wanted=windows

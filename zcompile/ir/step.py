@@ -111,11 +111,14 @@ class StepTrace:
     """All calls from one end of an optimizer's step to the next, in order.
 
     micro_batches  backward passes that fed it
+    result_bytes   most bytes of results of list ops that were alive at once, as between two ops of
+                   an optimizer; arranged: of which rest on the device
     """
 
     calls: tuple[StepCall, ...]
     facts: Mapping[EntryRef, EntryFact] = field(default_factory=dict)
     micro_batches: int = 1
+    result_bytes: int = 0
 
     @cached_property
     def serials(self) -> frozenset[int]:
@@ -138,7 +141,10 @@ def joined(before: StepTrace, step: StepTrace) -> StepTrace:
         return step
     facts = {**before.facts, **step.facts}
     return StepTrace(
-        (*before.calls, *step.calls), facts, max(before.micro_batches, step.micro_batches)
+        (*before.calls, *step.calls),
+        facts,
+        max(before.micro_batches, step.micro_batches),
+        max(before.result_bytes, step.result_bytes),
     )
 
 

@@ -152,6 +152,7 @@ class ArenaShare:
     depth         most chunks of that step in the arena at once
     scratch       memory outside the arena that no graph holds during that step; used if it is
                   larger
+    nbytes        of the arena; what neither streams nor rests there takes results of list ops
     """
 
     window_bytes: int
@@ -160,6 +161,7 @@ class ArenaShare:
     reach: bool = False
     depth: int = DEPTH
     scratch: StepRoom = NO_ROOM
+    nbytes: int = 0
 
     @property
     def step_room(self) -> StepRoom:

@@ -202,7 +202,7 @@ def evaluated(
         stay, scratch = stay_and_scratch(
             step, terms.machine, arena_bytes, beside, chunk_bytes, kept
         )
-        arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch)
+        arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch, nbytes=arena_bytes)
         compute = demand_of(step, costs.region_seconds).phases_s
         return plan_step(
             step, terms.machine, room, arena, compute, seconds, least.seconds, stay, windows

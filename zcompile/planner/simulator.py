@@ -211,6 +211,7 @@ class SimulatedSteps:
         self, step: StepTrace, costs: Costs, homes: Mapping[EntryRef, str], tells: bool = True
     ) -> None:
         self._calls = step.calls
+        self._result_bytes = step.result_bytes
         self._tells = tells
         self._costs = costs
         self._asynchronous = costs.ways.asynchronous
@@ -320,6 +321,8 @@ class SimulatedSteps:
         if call.phase is not Phase.STEP and (leaving := self._from_scratch()):
             self._wait_between(partial(self._await, leaving))
         self._wait_between(partial(self._join, self._held.begin(call.schedule)))
+        results = self._result_bytes if call.phase is Phase.STEP else 0
+        self._grow(results)
         then, starts = self._ahead[number]
         self._done, self._given = ({}, self._given) if then is None else (self._given, {})
         for index, x in enumerate(call.schedule.effects):
@@ -346,6 +349,7 @@ class SimulatedSteps:
                 )
             for fetch in starts.get(index, ()):
                 self._bring(then or call, fetch.effects, self._given, self._compute)
+        self._taken -= results
         after = self._calls[(number + 1) % len(self._calls)].phase
         self._wait_between(partial(self._join, self._held.end(after)))
 
@@ -465,7 +469,11 @@ class SimulatedSteps:
         self._taken -= slot.nbytes
 
     def _take(self, slot: Slot) -> None:
-        self._taken += slot.nbytes
+        self._grow(slot.nbytes)
+
+    def _grow(self, nbytes: int) -> None:
+        """Let so many bytes more of the arena be in use."""
+        self._taken += nbytes
         self._peak = max(self._peak, self._taken)
         self._together = max(self._together, self._taken + self._held.now)
 

@@ -111,9 +111,19 @@ class StepPlan:
     @property
     def peak_bytes(self) -> int:
         """Peak bytes of the arena: entries that rest there, and the slots of a schedule beside
-        them."""
-        inside = (c.schedule.peak_bytes for c in self.step.calls if not c.schedule.scratch_at)
+        them, and results of list ops in an optimizer's step."""
+        inside = (
+            (0 if c.schedule.scratch_at else c.schedule.peak_bytes)
+            + (self.result_bytes if c.phase is Phase.STEP else 0)
+            for c in self.step.calls
+        )
         return self.resident_bytes + max(inside, default=0)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of results of list ops that rest in the arena while an optimizer goes on: all of
+        them if nothing moves meanwhile and there is room, and never more than that."""
+        return self.step.result_bytes
 
     @property
     def staying_bytes(self) -> int:
@@ -607,6 +617,8 @@ def _planned(
     known  what was arranged for other plans of the step
     """
     made = arranged(step, placement.homes, arena, known)
+    left = arena.nbytes - arena.window_bytes - placement.resident_bytes(made)
+    made = replace(made, result_bytes=min(step.result_bytes, max(left, 0) // ALIGNMENT * ALIGNMENT))
     return StepPlan(placement, arena, made, seconds(made, placement.homes))
 
 

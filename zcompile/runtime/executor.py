@@ -449,7 +449,9 @@ class Executor:
                 self._peaks.clear()
             self._peaks[key] = device_peak(schedule), held_peak(schedule)
         together, beside = self._peaks[key]
-        self.store.homes.plan_together(others + together)
+        homes = self.store.homes
+        results = homes.result_bytes if schedule.phase is Phase.STEP else 0
+        homes.plan_together(others + together + results)
         self.store.meter.planned_activations.at_least(others + beside)
         return others
 

@@ -20,6 +20,7 @@ shape of a batch, is taken off (`COMPILING`), and so is what the project does th
 planning (`Clocks.set_aside`).
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from typing import NamedTuple, Protocol
 
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import EntryKind, EntryRef, Phase, Region
+from zcompile.ir.types import EntryKind, EntryRef, Phase, Region, aligned
 from zcompile.machine.cost import Costs, TransferModes, call_name, line_through, remeasured
 from zcompile.machine.model import Machine
 from zcompile.runtime.changes import CHANGES
@@ -78,6 +79,35 @@ class _KeptCall(NamedTuple):
     known: _RecordedCall
 
 
+class ListResults:
+    """Counts bytes of what list ops made, while Python has it: an optimizer makes such lists, and
+    drops them, between two of its ops. They are counted alike where ops run one by one, so that
+    results are entries, and where they are noted, so that there will be none unless a plan lets
+    all that they read rest in reach (`eager/joined.py`)."""
+
+    def __init__(self) -> None:
+        self._now = self._most = 0
+        self._alive: dict[int, tuple[weakref.ref[object], int]] = {}
+        """By the id of the reference, which tells that it has died."""
+
+    def made(self, result: object, nbytes: int) -> None:
+        """A result, or the handle of one, is there from here on until it dies."""
+        size = aligned(nbytes)
+        self._now += size
+        self._most = max(self._most, self._now)
+        alive = weakref.ref(result, self._died)
+        self._alive[id(alive)] = alive, size
+
+    def _died(self, of: "weakref.ref[object]") -> None:
+        _, size = self._alive.pop(id(of))
+        self._now -= size
+
+    def take_most(self) -> int:
+        """Most bytes that were there at once since this was asked last."""
+        most, self._most = self._most, self._now
+        return most
+
+
 @dataclass(slots=True)
 class Noted:
     """One call of the step that is recorded.
@@ -110,6 +140,7 @@ class Recorder:
         self.last_walked: StepTrace | None = None
         self._on = self._keeps_walks = False
         self._stepped = False
+        self.list_results = ListResults()
         self._calls: list[Noted] = []
         self._alone: set[tuple[int, tuple[EntryRef, ...]]] = set()
         self._told: list[_RecordedCall | Mapping[EntryRef, EntryFact]] = []
@@ -220,10 +251,13 @@ class Recorder:
         self._stepped = False
         self._alone.clear()
         noted, told, self._calls, self._told = self._calls, self._told, [], []
+        result_bytes = self.list_results.take_most()
         self.last_walked = None
         if not noted:
             return None
         step = self._step_of([n.call for n in noted], told)
+        if step.result_bytes != result_bytes:
+            step = self._last_step = replace(step, result_bytes=result_bytes)
         if self._keeps_walks:
             walked = tuple(
                 replace(n.call, schedule=n.walked, entries=(*n.call.entries, *n.more))

@@ -267,6 +267,13 @@ class Arena:
         """Give back the range that was reserved from `begin` on."""
         self._returned.append(begin)
 
+    @uninterrupted
+    def take_back(self) -> None:
+        """Let what was given back by now count no more: nothing else may come for a phase."""
+        if self._returned:
+            with self._lock:
+                self._take_back_dead()
+
     def _watch(self, begin: int, view: object) -> None:
         """Note that the range from `begin` on comes back when the storage of `view` dies."""
         self._ties[begin] = Tie(view, self._returned, begin)

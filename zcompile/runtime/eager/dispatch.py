@@ -353,6 +353,10 @@ def _stream(
         targets = [_target(cls, app, tiered=lists) for app in chosen]
         for index, target in zip(batch, targets, strict=True):
             results[index] = [target] if lists else target
+            if lists:
+                made: Any = target
+                of_lists = session_of(made.entry).executor.recorder.list_results
+                of_lists.made(made._handle, made.entry.nbytes)
     if len(chosen) == 1 and not _is_list_op(func):
         _stream_one(cls, chosen[0], targets)
     else:

@@ -624,6 +624,9 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
             ops.note(app, None)
         return None if lists else args[0]
     made = [ops.note(app, dtype) for app, dtype in zip(apps, dtypes, strict=True)]
+    if lists:
+        for lazy in made:
+            session.executor.recorder.list_results.made(lazy, lazy.numel() * lazy.itemsize)
     return made if lists else made[0]
 
 

@@ -40,6 +40,8 @@ class Tiers:
         self._weight_bytes = self._kept_bytes = self._gradient_bytes = 0
         self._host_bytes = 0
         self._grows = False
+        self.result_bytes = 0
+        """Of results of list ops, which the plan lets rest on the device in an optimizer's step."""
 
     def foresee(self, weights: int, trained: int, more_to_come: bool = False) -> None:
         """Count so many bytes of parameters more, of which so many get gradients: for those room is
@@ -96,6 +98,11 @@ class Tiers:
             f"weight, as AdamW does); the {show_size(self.device.usage()[2])} of the device take "
             "none of it before a step is planned"
         )
+
+    def expect_results(self, nbytes: int) -> None:
+        """Let so many bytes of results of list ops rest on the device while an optimizer goes on,
+        from here on."""
+        self.result_bytes = nbytes
 
     def plan_device(self, nbytes: int) -> None:
         """Note that a schedule will take so much of the arena at once, beside what rests there."""

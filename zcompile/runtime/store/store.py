@@ -951,7 +951,7 @@ class Store:
             try:
                 gone = self._dead.popleft()
             except IndexError:  # another thread was here
-                return
+                break
             key = gone if isinstance(gone, int) else gone.mark
             if (entry := self._entries.pop(key, None)) is not None:
                 if entry.deferred:
@@ -961,6 +961,7 @@ class Store:
                 self._mover.free(entry.place)
                 if entry.copies or entry.whole is not None:
                     self._dead.extend(_copies(entry))
+        self.arena.take_back()
 
     def _prepare_read(self, entry: Entry, ahead: bool = False) -> None:
         """Before a read: check that the entry has a value, and apply what is deferred.

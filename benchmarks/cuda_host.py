@@ -98,6 +98,7 @@ def _without_cuda() -> SimpleNamespace:
         stream=lambda within: contextlib.nullcontext(),
         current_stream=lambda device: stream,
         current_device=lambda: 0,
+        set_device=lambda device: None,
         device=lambda device: contextlib.nullcontext(),
         mem_get_info=lambda device: (1 << 40, 1 << 40),
         cudart=lambda: pinning,

@@ -9,8 +9,8 @@ from zcompile.frontend.cards import Card, budget_of, check_cards, sharing
 from zcompile.ir.units import GiB
 
 
-def card(name, free=80, asked=0, spare=0, index=False):
-    return Card(name, free * GiB, asked * GiB, spare, index)
+def card(name, free=80, asked=0, spare=0, index=False, host="here"):
+    return Card(name, host, free * GiB, asked * GiB, spare, index)
 
 
 def test_all_ranks_take_what_the_one_with_the_least_has():
@@ -26,6 +26,13 @@ def test_ranks_that_share_a_card_are_known():
 def test_ranks_on_one_card_that_could_have_one_each_are_refused():
     with pytest.raises(ConfigInvalid, match=r"same card for ranks 0, 1, .*set_device.*LOCAL_RANK"):
         check_cards([card("a", spare=1), card("a", spare=1)], 0)
+
+
+def test_ranks_may_share_cards_where_none_is_left_over():
+    check_cards([card(name, spare=1) for name in "abab"], 0)
+    elsewhere = card("c", spare=2, host="there")
+    with pytest.raises(ConfigInvalid, match=r"same card for ranks 0, 2, .*that no rank is on"):
+        check_cards([*(card(name, spare=2) for name in "aba"), elsewhere], 0)
 
 
 def test_budgets_on_one_card_must_fit_together():

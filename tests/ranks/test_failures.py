@@ -189,6 +189,38 @@ def test_a_rank_that_raises_ends_the_others_with_its_cause(pool):
         assert then - at < PROMPT_S
 
 
+class Lost:
+    """A share that does not come."""
+
+    def wait(self):
+        raise ValueError("the disk is gone")
+
+
+def without_its_share(rank, model, run, optimizer):
+    fabric = session_behind(model).fabric
+    gather = fabric.gather
+
+    def gathers(whole, name, after, tile=None):
+        lost = [Lost()] if rank == 1 and name == "blocks.0.down.weight" else []
+        return gather(whole, name, [*after, *lost], tile)
+
+    fabric.gather = gathers
+    one_more_step(model, run, optimizer, rank)
+
+
+def lost(mesh):
+    return told(mesh, without_its_share, stage=3)
+
+
+def test_a_rank_whose_share_does_not_come_ends_the_others_with_its_cause(pool):
+    """Its lane carries out no other collective in the place of that one."""
+    (kind, text, then), (failed, why, at) = pool.run(lost, 2)
+    assert (failed, why) == ("ValueError", "the disk is gone")
+    assert kind == RankFailed.__name__
+    assert "ValueError: the disk is gone" in text
+    assert abs(then - at) < PROMPT_S
+
+
 def without_a_plan(rank, model, run, optimizer):
     if rank == 1:
         session_behind(model).controller.planned = refuse

@@ -118,7 +118,7 @@ def outside_of_graphs(mesh, simulates):
         with torch.no_grad():
             torch.manual_seed(5)
             torch.nn.init.orthogonal_(model.blocks[0].up.weight)
-            model.blocks[1].up.weight.copy_(model.blocks[0].up.weight.on_host().flip(0))
+            model.blocks[0].down.weight.copy_(model.blocks[0].up.weight.on_host().flip(0).t())
             model.table.weight.normal_()
         return norm.item(), state_of(model, made)
 

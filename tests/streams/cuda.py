@@ -99,6 +99,7 @@ class Simulation:
             stream=self._stream,
             current_stream=self.current_stream,
             current_device=lambda: 0,
+            set_device=lambda device: None,
             device=lambda device: contextlib.nullcontext(),
             mem_get_info=lambda device: (8 << 30, 8 << 30),
             cudart=lambda: SimpleNamespace(

@@ -109,10 +109,17 @@ def fact_of(tensor: Tensor) -> Fact:
     return Fact(tensor.dtype, tuple(tensor.size()))
 
 
-def read_back(source: StateSource, facts: Mapping[str, Fact], name: str, on: str) -> Tensor:
-    """A stored tensor on the device where it was, if there is one here, else on the CPU."""
+def read_back(
+    source: StateSource, facts: Mapping[str, Fact], card: str | None, name: str, on: str
+) -> Tensor:
+    """A stored tensor on the device where it was, if there is one here, else on the CPU.
+
+    card  that stands in for any other, whatever that of rank 0 is called; None: none does
+    """
     fact = facts[name]
     device = torch.device("cpu" if on == "tiered" else on)
+    if device.type == "cuda" and card is not None:
+        device = torch.device(card)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         device = torch.device("cpu")
     target = torch.empty(fact.size, dtype=fact.dtype, device=device)
@@ -214,14 +221,19 @@ def _differing(these: list[str], those: list[str]) -> str:
 
 
 def restore_optimizer(
-    source: StateSource, held: ModelState, optimizer: Optimizer, work: Work
+    source: StateSource,
+    held: ModelState,
+    optimizer: Optimizer,
+    work: Work,
+    card: str | None = None,
 ) -> None:
     """Put the groups and states of an optimizer back.
 
     work  is told of each parameter
+    card  as in `read_back`
     """
     saved, facts = source.meta["optimizer"], source.facts()
-    read = partial(read_back, source, facts)
+    read = partial(read_back, source, facts, card)
     groups, count = [], 0
     for group in saved["groups"]:
         options = {key: unpack(value, read) for key, value in group.items() if key != "params"}
@@ -401,19 +413,20 @@ def restore(
             work.begin(name)
             source.fill(f"model.{name}", tensor.detach())
             work.add(step=name)
-        read = partial(read_back, source, source.facts())
+        fabric, cards = fabric_behind(model), _cards(held)
+        # Each of several ranks has a card of its own, whatever that of rank 0 is called.
+        card = cards[0] if fabric is not None and len(cards) == 1 else None
+        read = partial(read_back, source, source.facts(), card)
         for name, value in source.meta["modules"].items():
             set_module_state(model, name, unpack(value, read))
         if optimizer is not None:
-            restore_optimizer(source, held, optimizer, work)
+            restore_optimizer(source, held, optimizer, work, card)
     extra: dict[str, Any] = unpack(source.meta["extra"], read)
     states = unpack(source.meta["rng"], read)
     ranks = {name: states.pop(name) for name in list(states) if name.startswith(OF_RANK)}
-    fabric, cards = fabric_behind(model), _cards(held)
     for device, state in states.items():
-        # Each of several ranks has a card of its own, whatever that of rank 0 is called.
-        mine = fabric is not None and torch.device(device).type == "cuda" and len(cards) == 1
-        _set_random_state(cards[0] if mine else device, state)
+        mine = card if torch.device(device).type == "cuda" else None
+        _set_random_state(mine or device, state)
     if fabric is not None and fabric.rank > 0:
         _set_state_of_rank(fabric, ranks, cards)
     return extra

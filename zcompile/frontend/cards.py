@@ -30,6 +30,7 @@ class Card:
     """The card of one rank.
 
     name   of it, the same for every rank that is on it
+    host   that it is in, as the rank calls it
     free   bytes there, once all ranks have come to their card
     asked  bytes of `device_memory`; 0: none was given
     spare  cards that this rank sees beside its own
@@ -37,6 +38,7 @@ class Card:
     """
 
     name: str
+    host: str
     free: int
     asked: int
     spare: int
@@ -56,7 +58,8 @@ def settled_on_cards(config: Config, fabric: Fabric) -> tuple[Config, int]:
     config = settled(replace(config, device=str(here)))
     fabric.agree("choose cards")  # which each process has begun to use: what is free is free now
     own = Card(
-        f"{fabric.hosts[fabric.rank]}: {_name_of(here)}",
+        _name_of(here),
+        fabric.hosts[fabric.rank],
         torch.cuda.mem_get_info(here)[0],
         config.budgets.get("device", 0),
         torch.cuda.device_count() - 1,
@@ -79,8 +82,8 @@ def told_cards(fabric: Fabric, own: Card) -> list[Card]:
     names = fabric.compare("tell which cards", _key(own.name))
     rows = fabric.rows(numbers).tolist()
     return [
-        Card(own.name if name == _key(own.name) else name.hex(), free, asked, spare, bool(index))
-        for name, (free, asked, spare, index) in zip(names, rows, strict=True)
+        Card(name.hex(), host, free, asked, spare, bool(index))
+        for name, host, (free, asked, spare, index) in zip(names, fabric.hosts, rows, strict=True)
     ]
 
 
@@ -115,12 +118,14 @@ def check_cards(cards: Sequence[Card], rank: int) -> None:
         if ranks[0] != first or len(ranks) == 1:
             continue
         who = f"ranks {', '.join(map(str, ranks))}"
-        if all(cards[other].spare and not cards[other].index for other in ranks):
+        taken = len({other.name for other in cards if other.host == card.host})
+        if all(cards[r].spare >= taken and not cards[r].index for r in ranks):
             raise ConfigInvalid(
                 "device",
                 "cuda",
-                f"is the same card for {who}, and there are others: the current device of each "
-                f"process is taken; {CHOOSE_A_CARD}, or give device='cuda:0' to have them share it",
+                f"is the same card for {who}, and there are others that no rank is on: the current "
+                f"device of each process is taken; {CHOOSE_A_CARD}, or give the card with its "
+                "index, as device='cuda:0', to have them share it",
             )
         free, asked = min(cards[r].free for r in ranks), sum(cards[r].asked for r in ranks)
         if asked > free:

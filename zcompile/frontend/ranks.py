@@ -112,11 +112,26 @@ def open_fabric(config: Config) -> Fabric | None:
             f"does not divide the {len(ranks)} ranks, and every node has as many; give a number "
             "that does, or leave it out",
         )
-    # A group of a mesh on CUDA may carry nothing that lies on the host.
-    whole, own = len(ranks) == dist.get_world_size(), is_mesh(config.mesh)
-    own = own and config.mesh.device_type != "cpu"
-    group = None if whole or own else config.mesh.get_group()
-    return Fabric(ranks, group, float(config.rank_timeout))
+    whole = len(ranks) == dist.get_world_size()
+    return Fabric(ranks, None if whole else _group_of(config.mesh), float(config.rank_timeout))
+
+
+def _group_of(mesh: Any) -> Any:
+    """The process group of a mesh that is a part of the world.
+
+    raises  Unsupported, if nothing that lies on the host can pass it: a group of our own would be
+            one that ranks outside of the mesh have no part in, and torch names those by how many
+            groups each rank is in, so that ranks which are in different numbers wait for ever
+    """
+    group = mesh.get_group()
+    if "cpu:gloo" not in dist.get_backend_config(group):
+        raise Unsupported(
+            f"ranks exchange what lies on the host by gloo, and the process group of {mesh} has "
+            f"none ({dist.get_backend_config(group)})",
+            "call torch.distributed.init_process_group('cpu:gloo,cuda:nccl') before the mesh is "
+            "made, or give a mesh of all ranks",
+        )
+    return group
 
 
 def _ranks_per_host(hosts: Sequence[str]) -> int:

@@ -233,6 +233,7 @@ class Foresight:
         self.abandon()
         self._followers.clear()
         self._plans.clear()
+        self._kept.clear()
         self._last = None
 
     @uninterrupted

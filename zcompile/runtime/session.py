@@ -445,6 +445,7 @@ class Session(Store):
         """Where entries rest will change: step schedules are built anew."""
         self.steps.clear()
         self.repeats.clear()
+        self.arena.lent.clear()
         self.executor.entries_moved()
 
     def entries(self) -> list[Entry]:

@@ -20,8 +20,10 @@ from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
 from zcompile.runtime.device.pages import copy_bytes, host_pages
 from zcompile.runtime.meter import Meter, Stamp
-from zcompile.runtime.transfer.ticket import Ticket, start_workers
+from zcompile.runtime.transfer.ticket import Ticket, Worker, start_workers
 
+_THREAD = threading.local()
+"""The card that this thread is on, if it was asked for (`CudaDevice.enter_thread`)."""
 _CUDA: Any = torch.cuda
 """`torch.cuda`, whose streams and events carry no annotations in some torch versions we support."""
 
@@ -125,6 +127,16 @@ class CudaDevice:
                 target.numel(),
             )
 
+    def enter_thread(self) -> None:
+        """Let CUDA be on this card in the thread that calls, if it is one of the runtime's. A new
+        thread is on card 0, and whatever it asks of CUDA makes a context of some hundred MiB there:
+        one for each rank, on the card of the first. Threads of the user stay where they are."""
+        index = self.torch_device.index
+        if getattr(_THREAD, "card", None) != index:
+            if isinstance(threading.current_thread(), Worker):
+                _CUDA.set_device(self.torch_device)
+            _THREAD.card = index
+
     def can_bypass_staging(self, direction: Direction) -> bool:
         return True
 
@@ -197,6 +209,7 @@ class CudaDevice:
 
         name  of the entry it is about, for people
         """
+        self.enter_thread()
         stream, made = self._streams[direction], Mark(self, self._events)
         with _CUDA.stream(stream):
             for mark in after:
@@ -226,6 +239,7 @@ class CudaDevice:
         return CudaCopier(self, stream, name)
 
     def host_row(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.enter_thread()
         # Of torch's allocator of pinned memory, which waits for copies that did not block.
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
 
@@ -258,6 +272,7 @@ class CudaCopier:
         self._device, self._stream = device, stream
 
     def enqueue(self, target: Tensor, source: Tensor) -> "Mark":
+        self._device.enter_thread()
         made = Mark(self._device, self._device._events)
         with _CUDA.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -265,6 +280,7 @@ class CudaCopier:
         return made
 
     def synchronize(self) -> None:
+        self._device.enter_thread()
         self._stream.synchronize()
 
 
@@ -316,9 +332,11 @@ class Mark(_Pooled):
         self.device = device
 
     def done(self) -> bool:
+        self.device.enter_thread()
         return bool(self.event.query())
 
     def wait(self) -> None:
+        self.device.enter_thread()
         self.event.synchronize()
 
     def join_compute(self) -> None:

@@ -56,7 +56,7 @@ from zcompile.runtime.eager.shared import (
     norms_over_ranks,
 )
 from zcompile.runtime.eager.streaming import Learn, stream
-from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.ranks.values import agreed_value
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
@@ -500,7 +500,8 @@ def _bytes_of(entry: Entry, *, fetch: bool) -> Tensor:
         return session.read_all(entry)
     if entry.partition is not None:  # gathered in memory of the host
         if session.device.streams is not None:  # which compute does not reach
-            bytes_ = session.arena.take(entry.whole_bytes, entry.name)
+            with told_to_ranks(session.fabric):  # one may have room that another has not
+                bytes_ = session.arena.take(entry.whole_bytes, entry.name)
             session.wait_for_readers(bytes_)
             return bytes_.copy_(session.whole(entry)) if fetch else bytes_
         blank = torch.empty(entry.whole_bytes, dtype=torch.uint8, device="cpu")

@@ -51,6 +51,7 @@ from zcompile.runtime.ranks.transport import (
     Messages,
     PeerGone,
     PinnedMessages,
+    host_memory,
     host_rows,
 )
 from zcompile.runtime.ranks.watch import Store, Waiting, Watch
@@ -285,7 +286,8 @@ class Fabric:
     def __init__(self, ranks: Sequence[int], group: Any, timeout_s: float) -> None:
         """
         ranks  of the world, this one among them
-        group  their process group, of gloo; None: they make one of their own
+        group  their process group, of gloo; None: they are all of the world, and make one of
+               their own
         """
         self.ranks = tuple(ranks)
         self.number = number = _SESSIONS[self.ranks]
@@ -307,10 +309,7 @@ class Fabric:
         store: Store = keys_below(name, found)
         _SESSIONS[tuple(ranks)] += 1
         if group is None:
-            some = len(self.ranks) < dist.get_world_size()  # the others are elsewhere
-            group = dist.new_group(
-                list(ranks), timeout=LONGEST, backend="gloo", use_local_synchronization=some
-            )
+            group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
         with ExitStack() as undo:
             self._lanes = {}
             for at, name in enumerate(LANES):
@@ -505,7 +504,7 @@ class Fabric:
         self.agree("read", name, whole if who else nbytes, owner, text=f"{name!r}{who}")
         lent = nbytes * self.size if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it
-            memory = host_rows(1, lent, torch.uint8)[0]
+            memory = host_memory(1, lent, torch.uint8)[0]
         if owner is None:
             self.gather(memory, name, [read(memory[nbytes * self.rank :][:nbytes])]).wait()
         else:
@@ -673,7 +672,7 @@ class Fabric:
         """The sum of the scaled parts, in the order of ranks and in `dtype`, as parts of one:
         [1, n]. Parts that are narrower are widened one by one."""
         parts = exchanged.parts
-        total = host_rows(1, parts.shape[1], dtype)
+        total = host_memory(1, parts.shape[1], dtype)
 
         def fold() -> None:
             for rank, part in enumerate(parts):
@@ -689,7 +688,7 @@ class Fabric:
     def _as(dtype: torch.dtype, exchanged: Exchanged) -> Tensor:
         """Memory for parts in `dtype`: that of those which were exchanged, if they are of it."""
         parts = exchanged.parts
-        return parts if parts.dtype is dtype else host_rows(parts.shape[0], parts.shape[1], dtype)
+        return parts if parts.dtype is dtype else host_memory(len(parts), parts.shape[1], dtype)
 
     def _after(self, exchanged: Exchanged, act: Callable[[], object]) -> Promise:
         """Do something with parts that were exchanged, in the order of the lane."""
@@ -779,7 +778,11 @@ class Fabric:
     def failed_here(self, error: BaseException) -> None:
         """A call has failed on this rank, in the middle of what all ranks do: they are told."""
         self._watch.say_failed(error)
-        self.fail(error if isinstance(error, ZinfError) else self._watch.failed_here(error))
+        told = error
+        if not isinstance(error, ZinfError):
+            told = self._watch.failed_here(error)
+            told.__cause__ = error
+        self.fail(told)
 
     def check(self) -> None:
         """The door of whatever uses values: they may be new in part. raises  what has failed"""
@@ -835,22 +838,21 @@ class Fabric:
 
         def carry_out() -> None:
             with _Finishing(promise):
-                for ticket in after:
-                    ticket.wait()
-                if self._error is not None:
-                    raise self._error
-                begun = time.perf_counter()
                 try:
+                    for ticket in after:
+                        ticket.wait()
+                    if self._error is not None:
+                        raise self._error
+                    begun = time.perf_counter()
                     # Its memory is nobody's when the promise is kept: compute may have it then.
                     jobs.pop()()
                 except PeerGone as gone:
                     self.fail(self._watch.lost(gone.peer))
                     assert self._error is not None, "just set"
                     raise self._error from gone
-                except ZinfError as error:  # ranks differ, which all of them see
-                    self.fail(error)
-                    raise
-                except RuntimeError as error:  # of the device, in the middle of what all ranks do
+                except BaseException as error:
+                    # The others carry this collective out, and the next one would be taken for it.
+                    promise.finish(error)  # who waits here is told the cause, not that there is one
                     self.failed_here(error)
                     raise
                 moved = self.moved[lane]

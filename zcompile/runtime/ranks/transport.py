@@ -261,6 +261,11 @@ def host_rows(rows: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.zeros(rows, numel, dtype=dtype, device="cpu")
 
 
+def host_memory(rows: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """As `host_rows`, where all of it is written before it is read."""
+    return torch.empty(rows, numel, dtype=dtype, device="cpu")
+
+
 def _as_bytes(messages: Sequence[Message]) -> list[Message]:
     """The messages that are not empty, as uint8."""
     return [(peer, tensor.view(torch.uint8)) for peer, tensor in messages if tensor.numel()]

@@ -364,6 +364,7 @@ class Entry:
         """It is what a parameter shows, from here on, and nobody's gradient."""
         self.ref = EntryRef(self.key)  # before others are told that it has changed
         self.kind = EntryKind.PARAM
+        CHANGES.note()  # of what was a parameter before, only the ref has changed
 
     @uninterrupted
     def gather(

@@ -51,7 +51,7 @@ class TransferQueue:
             transfer.prepare()
             place.in_flight.append(transfer)
             self._in_flight[transfer] = None
-        CHANGES.note()
+            CHANGES.note()
         transfer.home.then(partial(self._finished, transfer))
         # Others on these bytes must be home first; those in `after` must have freed their memory.
         # Where the device's own streams can see to that, it is enough that they are enqueued.

@@ -1,10 +1,14 @@
 """Which ranks share a card, what each may take of it, and what is refused: by what they tell."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from zcompile.errors import ConfigInvalid
+from zcompile.checkpoint.state import Fact, read_back
+from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.frontend import ranks
 from zcompile.frontend.cards import Card, budget_of, check_cards, sharing
 from zcompile.ir.units import GiB
 
@@ -54,3 +58,19 @@ def test_ranks_that_share_a_card_are_warned_once(caplog, asked_for):
 def test_ranks_with_a_card_each_hear_nothing(caplog):
     check_cards([card("a", spare=1), card("b", spare=1)], 0)
     assert not caplog.messages
+
+
+def test_a_part_of_the_world_needs_a_group_that_carries_what_lies_on_the_host(monkeypatch):
+    mesh = SimpleNamespace(get_group=lambda: "its group")
+    monkeypatch.setattr(ranks.dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    assert ranks._group_of(mesh) == "its group"
+    monkeypatch.setattr(ranks.dist, "get_backend_config", lambda group: "cuda:nccl")
+    with pytest.raises(Unsupported, match=r"has none .cuda:nccl.; call .*'cpu:gloo,cuda:nccl'"):
+        ranks._group_of(mesh)
+
+
+def test_what_lay_on_the_card_of_rank_0_comes_back_on_that_of_this_rank():
+    source = SimpleNamespace(fill=lambda name, target: None)
+    facts = {"x": Fact(torch.float32, (3,))}
+    found = [read_back(source, facts, "meta", "x", on).device.type for on in ("cuda:0", "cpu")]
+    assert found == ["meta", "cpu"]

@@ -11,6 +11,7 @@ from streams.knowledge import simulated
 from streams.mutants import OF_RANKS
 
 import zcompile
+from zcompile.errors import RankFailed
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.ranks import transport
 
@@ -125,6 +126,30 @@ def outside_of_graphs(mesh, simulates):
 
 def test_what_is_done_outside_of_graphs_has_the_same_values_on_cards(pool):
     assert pool.run(outside_of_graphs, 2, True) == pool.run(outside_of_graphs, 2, False)
+
+
+def refuse(nbytes, name):
+    raise ValueError(f"no room for {name}")
+
+
+def without_room(mesh):
+    """The error of an op for whose whole tensor one rank has no room, after all have agreed on it:
+    what rests on the device may differ from rank to rank."""
+    with on_a_card(mesh, "streaming") as (_, model, _, _):
+        if mesh.get_local_rank() == 1:
+            session_behind(model).arena.take = refuse
+        try:
+            torch.cumsum(model.blocks[0].up.weight.detach(), 0)
+        except (RankFailed, ValueError) as error:
+            return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_a_rank_without_room_for_a_whole_tensor_ends_the_others_with_its_cause(pool):
+    (kind, told), (failed, text) = pool.run(without_room, 2)
+    assert (failed, text) == ("ValueError", "no room for blocks.0.up.weight")
+    assert kind == RankFailed.__name__
+    assert "failed: ValueError: no room for blocks.0.up.weight" in told
 
 
 def pairs_of_mutants(mesh, mode, names):

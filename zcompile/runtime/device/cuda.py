@@ -22,10 +22,23 @@ from zcompile.runtime.device.pages import copy_bytes, host_pages
 from zcompile.runtime.meter import Meter, Stamp
 from zcompile.runtime.transfer.ticket import Ticket, Worker, start_workers
 
-_THREAD = threading.local()
-"""The card that this thread is on, if it was asked for (`CudaDevice.enter_thread`)."""
 _CUDA: Any = torch.cuda
 """`torch.cuda`, whose streams and events carry no annotations in some torch versions we support."""
+
+
+class _Here(threading.local):
+    """The card that each thread was last found to be for; None: it has not been asked."""
+
+    def __init__(self) -> None:
+        self._card: int | None = None
+
+    def is_new(self, card: int) -> bool:
+        """Whether this thread was not for this card; it is from here on."""
+        before, self._card = self._card, card
+        return before != card
+
+
+_HERE = _Here()
 
 
 class CudaDevice:
@@ -131,11 +144,9 @@ class CudaDevice:
         """Let CUDA be on this card in the thread that calls, if it is one of the runtime's. A new
         thread is on card 0, and whatever it asks of CUDA makes a context of some hundred MiB there:
         one for each rank, on the card of the first. Threads of the user stay where they are."""
-        index = self.torch_device.index
-        if getattr(_THREAD, "card", None) != index:
-            if isinstance(threading.current_thread(), Worker):
-                _CUDA.set_device(self.torch_device)
-            _THREAD.card = index
+        is_new = _HERE.is_new(self.torch_device.index)
+        if is_new and isinstance(threading.current_thread(), Worker):
+            _CUDA.set_device(self.torch_device)
 
     def can_bypass_staging(self, direction: Direction) -> bool:
         return True

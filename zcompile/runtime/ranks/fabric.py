@@ -778,11 +778,13 @@ class Fabric:
     def failed_here(self, error: BaseException) -> None:
         """A call has failed on this rank, in the middle of what all ranks do: they are told."""
         self._watch.say_failed(error)
-        told = error
-        if not isinstance(error, ZinfError):
-            told = self._watch.failed_here(error)
-            told.__cause__ = error
-        self.fail(told)
+        if isinstance(error, ZinfError):
+            self.fail(error)
+            return
+        try:
+            raise self._watch.failed_here(error) from error
+        except ZinfError as told:
+            self.fail(told)
 
     def check(self) -> None:
         """The door of whatever uses values: they may be new in part. raises  what has failed"""

@@ -40,6 +40,7 @@ def test_drawn_programs_that_compile_do_what_torch_does(budget):
     assert found is None, found
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same_programs():
     drawn = []
     for _ in range(2):

@@ -170,6 +170,8 @@ SLOW = {
     "gpt with room",
     "view in two places",
     "dropout",
+    "gpt in little",
+    "large vocabulary",
 }
 
 

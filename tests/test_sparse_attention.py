@@ -145,6 +145,7 @@ X = torch.randn(2, 64, 16, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("by", ["flex", "dense"])
+@pytest.mark.slow
 def test_a_compiled_model_infers_as_eager(by):
     pattern = Pattern(BigBird(causal=True), heads=2, tokens=64, block=16)
     model = tiered(pattern, by)

@@ -138,6 +138,7 @@ def test_a_failing_model_leaves_nothing_that_disturbs_the_next(caplog):
     assert zcompile.plan(nn.Linear(8, 8), INPUT, machine=ON).fits
 
 
+@pytest.mark.slow
 def test_a_model_with_graph_breaks_can_be_planned_however_often():
     """Its own code is compiled each time, of which Dynamo would have enough after some."""
 

@@ -141,6 +141,7 @@ def check(root, exchanged, at, fault):
     assert [path.name for path in kept.parent.iterdir()] == ["kept"], where
 
 
+@pytest.mark.slow
 def test_a_call_of_each_sort_that_fails_leaves_what_stood(tmp_path, recorded):
     """The first of each name and file."""
     spots, exchanged = recorded

@@ -145,6 +145,7 @@ def test_a_directory_that_is_made_is_on_the_disk_before_anything_is_in_it(tmp_pa
     assert calls[:5] == [("stat", tmp_path / "new"), *made, ("fsync", tmp_path)]
 
 
+@pytest.mark.slow
 def test_a_plan_makes_no_directory(tmp_path):
     report = zcompile.plan(
         nn.Linear(4, 4),

@@ -201,6 +201,7 @@ def test_what_is_committed_by_hand_after_each_step_lets_updates_be_late(tmp_path
     assert same(state_of(model, optimizer), state_of(plain_model, plain_optimizer))
 
 
+@pytest.mark.slow
 def test_a_commit_behind_a_forward_that_failed_is_complete(tmp_path, monkeypatch):
     run = Run(tmp_path).train(0, STEPS)
     plain_run, done = _Call._run, []
@@ -238,6 +239,7 @@ def test_who_reads_between_a_commit_and_the_next_forward_changes_nothing_of_it(t
 
 
 @pytest.mark.parametrize("why", sampled(["room", "row", "plain"], "row"))
+@pytest.mark.slow
 def test_where_a_commit_cannot_name_updates_they_are_done_before_it(tmp_path, monkeypatch, why):
     if why == "room":
         monkeypatch.setattr(CommitLog, "has_room", lambda self, changing, more: False)
@@ -261,6 +263,7 @@ def test_where_a_commit_cannot_name_updates_they_are_done_before_it(tmp_path, mo
 # Killed
 
 
+@pytest.mark.slow
 def test_power_lost_at_any_instant_of_steps_with_late_updates_loses_no_commit(tmp_path):
     """What a killed process leaves is one of these states: all that it wrote is there."""
     base = tmp_path / "base"

@@ -295,6 +295,7 @@ def test_no_power_loss_loses_a_commit_that_was_interrupted_and_is_gone_on_from(t
     assert set(held) == set(range(4))
 
 
+@pytest.mark.slow
 def test_no_power_loss_loses_a_commit_after_an_interrupted_one_and_gc(tmp_path):
     """What only the commit before it names is given back."""
     found = interrupted(tmp_path / "base")

@@ -288,7 +288,7 @@ def failed(zinf, monkeypatch, disk, argv, at=None, fault=None):
 
 @pytest.mark.parametrize(
     "argv",
-    sampled([("ls",), ("verify",), ("gc",), ("gc", "--all")], ("ls",), ("gc",)),
+    sampled([("ls",), ("verify",), ("gc",), ("gc", "--all")], ("ls",)),
     ids=" ".join,
 )
 def test_a_call_that_fails_is_told_in_a_sentence_and_loses_no_commit(

@@ -208,6 +208,7 @@ def test_a_wrong_question_is_a_usage_error_that_says_what_to_do(zinf, models, as
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_a_device_too_small_for_one_region_is_told_by_the_size_that_was_asked_for(zinf, models):
     code, _, err = zinf("plan", "given_models:tiny", *ON, "--device", "10KiB")
     assert code == 1

@@ -111,6 +111,7 @@ def _verdict(work: Path, function: str, becomes: str) -> str | None:
     return None if verdict is None else verdict.verdict
 
 
+@pytest.mark.slow
 def test_a_mutant_that_a_test_notices_is_killed(judged):
     assert _verdict(judged[0], "fits", "(nbytes < room)") == "killed"
 

@@ -89,6 +89,7 @@ def test_a_directory_without_a_model_earns_a_sentence(
     assert "give a directory that save_pretrained wrote" in told
 
 
+@pytest.mark.slow
 def test_a_model_on_disk_generates_the_tokens_of_the_plain_one(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +114,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_gpt_learns_from_mapped_tokens_that_workers_read(text: Path, tmp_path: Path) -> None:
     """Plainly with two workers, then from disk with none and with two: their order is the loader's,
     and a process that was forked while the store was open disturbs nothing."""

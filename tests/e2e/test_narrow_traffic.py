@@ -102,6 +102,7 @@ def test_forward_and_backward_move_four_bytes_in_and_two_out(each_alone):
 @pytest.mark.parametrize(
     ("bytes_per_s", "pays"), sampled_rows([(4e6, True), (200e9, False)], (200e9, False))
 )
+@pytest.mark.slow
 def test_copies_are_kept_where_they_pay(monkeypatch, bytes_per_s, pays):
     """By rates that are given: those of a busy machine would say that any byte less pays."""
     monkeypatch.setattr(step_plan, "NARROW_PAYS", 1.01)
@@ -119,6 +120,7 @@ def test_copies_are_kept_where_they_pay(monkeypatch, bytes_per_s, pays):
     assert bool(copies(run.model)) is pays
 
 
+@pytest.mark.slow
 def test_copies_are_in_the_plan_and_counted_on_their_tier(planned):
     run = planned
     plan, kept = plan_in_force(session_behind(run.model)), copies(run.model)
@@ -185,6 +187,7 @@ def test_whatever_is_done_between_steps(between):
     assert copies(pair(between).model)
 
 
+@pytest.mark.slow
 def test_all_that_is_done_between_steps_in_turn():
     def between(run, number):
         if number >= PLANNED:
@@ -225,6 +228,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", sampled(OPTIMIZERS, "adamw, unfused"))
+@pytest.mark.slow
 def test_other_optimizers_write_copies_along(make, each_alone):
     run = moving(make=OPTIMIZERS[make])
     assert copies(run.model)
@@ -242,6 +246,7 @@ HOW = {
 
 
 @pytest.mark.parametrize("how", sampled(HOW, "micro-batches, clipped"))
+@pytest.mark.slow
 def test_other_loops(how):
     assert copies(pair(**HOW[how]).model)
 

@@ -159,6 +159,7 @@ def test_a_hook_sees_the_whole_gradient():
     assert seen == [torch.Size([96, 64])]
 
 
+@pytest.mark.slow
 def test_what_was_saved_resumes(tmp_path):
     torch.manual_seed(0)
     pair = both("mlp")

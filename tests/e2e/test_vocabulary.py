@@ -192,6 +192,7 @@ def test_training_by_adamw_is_that_of_eager(name: str, tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_logits_is_left_alone_to_the_last_bit(
     tmp_path: Path, tiled: list[object]
 ) -> None:
@@ -231,6 +232,7 @@ def test_sizes_may_be_dynamic(tmp_path: Path, tiled: list[object]) -> None:
         assert (param.grad.detach() - other).abs().max() <= TOLERANCE * other.abs().max(), key
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_logits_either(tmp_path: Path, tiled: list[object]) -> None:
     eager = built("llama").eval()
     model = zcompile.offload(built("llama").eval(), disk=tmp_path, **BUDGETS)

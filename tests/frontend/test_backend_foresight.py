@@ -65,6 +65,7 @@ def test_the_second_step_finds_its_fetches_under_way(slow):
     assert all(counts[2 * LAYERS :]), "and that too, once a step has followed a step"
 
 
+@pytest.mark.slow
 def test_a_training_step_is_foreseen_too():
     pair = twins(Broken(), residency=False)
     counts = given(pair)

@@ -64,7 +64,7 @@ def test_sizes_that_vary_cost_at_most_one_recompilation():
     ("model", "dynamic"),
     [
         pytest.param(Tied, None, marks=pytest.mark.slow),
-        (Tied, True),
+        pytest.param(Tied, True, marks=pytest.mark.slow),
         (lambda: Mean(nn.Linear(16, 16)), None),
     ],
     ids=["tied", "tied, dynamic", "mean"],

@@ -102,6 +102,7 @@ def test_a_compiled_step_of_an_optimizer_is_not_compiled(tmp_path, name):
         assert_equal(one, other)
 
 
+@pytest.mark.slow
 def test_what_else_is_in_a_compiled_function_is_compiled(tmp_path):
     """Before and after the step, and the step of an optimizer without tiered parameters."""
     _, (tiered, optimizer) = pair(tmp_path, "SGD")

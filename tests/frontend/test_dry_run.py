@@ -75,6 +75,7 @@ class Autocast(nn.Module):
             return self.layers(x).float().square().mean()
 
 
+@pytest.mark.slow
 def test_copies_in_the_dtype_of_autocast_are_planned_where_they_pay(terms):
     links = {name: Link(name, 2e8) for name in ("h2d", "d2h")}
     slow = replace(with_tier(SMALL, "device", 400 * KiB), links={**LINKS, **links})
@@ -108,12 +109,14 @@ def test_a_percentage_is_of_the_machine_that_is_planned_for():
         plan.terms_of(Config(device="cpu", host_memory="50%"), machine)
 
 
+@pytest.mark.slow
 def test_a_step_in_a_dry_run_has_the_calls_of_a_real_one(traced):
     phases = [call.phase for call in traced.step.calls]
     assert phases == [Phase.FORWARD, Phase.BACKWARD] * 2 + [Phase.STEP]
     assert traced.step.micro_batches == 2
 
 
+@pytest.mark.slow
 def test_micro_batches_are_told_what_one_call_would_save():
     """Where links bind, by the weights that they fetch once more; elsewhere nothing is said."""
     machine = replace(SMALL, tiers={**SMALL.tiers, "device": MiB, "host": GiB})
@@ -177,6 +180,7 @@ def test_the_callers_model_is_left_as_it_was(make, inputs):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_this_machine_takes_no_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KiB
     model = on_meta(width=24 * 1024)  # 29 GB of weights
@@ -224,6 +228,7 @@ def test_what_does_not_fit_is_said_tier_by_tier(terms):
     assert "does not fit, it lacks" in str(report)
 
 
+@pytest.mark.slow
 def test_activations_that_fill_the_device_are_what_it_lacks(terms):
     traced = plan.trace(on_meta(), (IDS.repeat(64, 4), IDS.repeat(64, 4)), terms)
     report = plan.report_of(traced, terms)
@@ -260,6 +265,7 @@ def test_no_batch_is_suggested_whose_activations_do_not_fit(
     assert says in str(found)
 
 
+@pytest.mark.slow
 def test_the_capacity_of_a_device_is_explained(traced, terms):
     def told(activations, **given):
         device = SMALL.tiers["device"] if "bounded" in given else None
@@ -279,6 +285,7 @@ def test_the_capacity_of_a_device_is_explained(traced, terms):
 @pytest.mark.parametrize(
     ("layers", "device", "has"), sampled_rows([(2, MiB, True), (1, 2 * MiB, False)], (2, MiB, True))
 )
+@pytest.mark.slow
 def test_what_the_optimizer_has_beside_the_arena_is_told(terms, layers, device, has):
     report = plan.report_of(
         *within(terms, with_tier(SMALL, "device", device), layers), prices=False

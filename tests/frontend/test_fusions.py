@@ -364,6 +364,7 @@ def test_a_compilation_may_ask_for_it_by_itself():
     assert fusions_of(model)["distinct"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_compiles_nothing_and_predicts(monkeypatch):
     monkeypatch.setattr(fusions, "compile_by_inductor", None)
     monkeypatch.setattr(fusions, "missing_compiler", None)
@@ -445,6 +446,7 @@ def weights_of(model):
     ("build", "given", "least"),
     sampled_rows([(Small, rows, 1), (dropping, ids, 5)], (Small, rows, 1)),
 )
+@pytest.mark.slow
 def test_a_resumed_run_computes_with_the_kernels_that_it_began_with(
     build, given, least, tmp_path, monkeypatch
 ):

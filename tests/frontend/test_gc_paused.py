@@ -48,6 +48,7 @@ def test_what_was_disabled_stays_so() -> None:
     assert not gc.isenabled()
 
 
+@pytest.mark.slow
 def test_what_was_made_is_old_afterwards_and_can_still_be_collected() -> None:
     with gc_paused():
         made = Cycle()

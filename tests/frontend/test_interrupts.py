@@ -269,6 +269,7 @@ assert not lost, lost
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_interrupts_from_outside_all_arrive_and_leak_nothing():
     """Each is sent when the one before has arrived, so that their number is known."""
     command = [sys.executable, "-c", CHILD, "50"]

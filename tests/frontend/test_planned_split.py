@@ -121,6 +121,7 @@ def test_a_plan_keeps_everything_where_nothing_bounds_the_device():
     ("choice", "device"),
     [("keep", 64 * KiB), pytest.param("auto", 4 * KiB, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_a_device_that_is_too_small_is_told_what_it_needs(choice, device):
     with torch.device("meta"):
         model = Loss()
@@ -138,6 +139,7 @@ def test_a_step_is_traced_anew_for_another_device():
         plan.report_of(traced, terms.on(MACHINE))
 
 
+@pytest.mark.slow
 def test_the_report_tells_both_peaks_and_gives_both_curves():
     report = planned("recompute")
     memory = report.fullest

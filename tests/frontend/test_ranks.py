@@ -263,6 +263,7 @@ def test_a_plan_of_owners_brings_what_one_of_them_holds():
 
 
 @pytest.mark.parametrize("micro_batches", sampled([1, 2], 2))
+@pytest.mark.slow
 def test_a_plan_keeps_weights_whole_where_that_is_faster_or_asked_for(micro_batches):
     weights, small, ranks = 2 * 256 * 512 * 4, (256 + 512) * 4, 8
     seconds = {}

@@ -75,6 +75,7 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     assert same(model, expected(batches=batches))
 
 
+@pytest.mark.slow
 def test_only_a_first_plan_streams_through_all_that_residents_leave(monkeypatch):
     """Entries that keep their addresses may leave holes that a later one needs to have room."""
     asked = []
@@ -146,6 +147,7 @@ def test_the_peak_is_the_predicted_one(arena):
     assert stats["planned_peak"]["together"] >= peak["together"]
 
 
+@pytest.mark.slow
 def test_slots_are_taken_and_given_back_in_the_predicted_order(monkeypatch):
     """Clipping changes gradients between backward and the step; some of them on the device."""
     seen: list[tuple[str, int]] = []
@@ -282,6 +284,7 @@ def test_evaluation_between_steps_uses_what_rests_on_the_device():
     assert same(model, expected())
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_compiled_under_a_plan_does_not_plan_beyond_the_budget():
     model, compiled, _ = begun(4, device_memory=Bytes(2 * WEIGHT_BYTES))
     with torch.no_grad():

@@ -158,6 +158,7 @@ def many_ids(number):
     return ids(number).repeat(4, 4)[:, :33]
 
 
+@pytest.mark.slow
 def test_a_forward_that_failed_is_no_part_of_the_step_that_is_planned(monkeypatch):
     """It has made none of the entries that it was to offload."""
     model, compiled = offloaded(layers=2, device_memory="500KiB", machine="desktop-24gb")
@@ -254,6 +255,7 @@ def test_what_finds_no_berth_is_predicted_where_it_rests(monkeypatch, share):
 
 
 @pytest.mark.parametrize("left", sampled([0, 16 * KiB, 64 * KiB], 16 * KiB))
+@pytest.mark.slow
 def test_what_finds_no_room_on_the_host_is_predicted_where_it_rests(monkeypatch, tmp_path, left):
     """Another's entry has it by the time that the plan is put into force."""
     others = []
@@ -328,6 +330,7 @@ def test_what_rests_on_the_device_leaves_for_what_graphs_hold():
 
 
 @pytest.mark.parametrize("residency", sampled([True, False], True))
+@pytest.mark.slow
 def test_a_second_forward_before_backward_has_its_room_on_a_tight_budget(residency):
     """Leads fill an arena that was planned for one; it becomes smaller, and bits stay."""
     budget = WEIGHT_BYTES + 2 * held_bytes()

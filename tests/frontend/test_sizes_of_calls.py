@@ -132,6 +132,7 @@ def test_evaluations_count_at_their_sizes():
     assert refused >= 1
 
 
+@pytest.mark.slow
 def test_several_forwards_before_a_backward_count_each_at_its_size():
     model, compiled, twin = pair()
     for size in GROWING[:2]:
@@ -170,6 +171,7 @@ def test_a_batch_that_is_refused_among_micro_batches_leaves_the_gradients_of_the
         assert torch.equal(p.grad.cpu(), q.grad)
 
 
+@pytest.mark.slow
 def test_a_size_is_not_counted_too_high():
     """Or calls would be refused that fit."""
     model, compiled, _ = pair(budget=4096 * KiB, residency=False)

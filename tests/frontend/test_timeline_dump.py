@@ -70,6 +70,7 @@ def recorded(tmp_path_factory) -> rf.TimelineRecord:
     return record
 
 
+@pytest.mark.slow
 def test_what_passed_each_link_is_what_was_counted(recorded):
     measured = recorded.measured
     assert recorded.step == 4

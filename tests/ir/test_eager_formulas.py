@@ -65,6 +65,7 @@ def test_ops_that_torch_takes_apart_have_the_bits_of_eager_pytorch(heads, narrow
     assert bits(pair.model, pair.call, x, narrow) == expected
 
 
+@pytest.mark.slow
 def test_sizes_of_images_may_change_from_call_to_call():
     torch.manual_seed(0)
     pair = twins(Headed([RESIZED["bilinear"], RESIZED["bicubic"]]), dynamic=True)

@@ -92,6 +92,7 @@ def test_what_counts_as_worse(figures, told):
 
 
 @pytest.mark.parametrize("target", sampled(["sm_80", "sm_90", "sm_100"], "sm_90"))
+@pytest.mark.slow
 def test_a_mask_on_whole_blocks_is_noticed(target):
     """It reads what it should, in the interpreter; a device reads it 32 bits at a time."""
     pytest.importorskip("triton", reason="triton is not installed: nothing can be compiled")

@@ -36,6 +36,7 @@ print(missing("cuda"))
 """
 
 
+@pytest.mark.slow
 def test_ops_are_their_formulas_on_a_machine_without_triton():
     told = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, cwd=ROOT

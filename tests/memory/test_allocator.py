@@ -248,7 +248,7 @@ def random_blocks(count: int, span: int) -> list[Block]:
 
 
 @pytest.mark.parametrize(
-    ("count", "span"), [(2000, 30), (1000, 1000), pytest.param(2000, 2000, marks=pytest.mark.slow)]
+    ("count", "span"), sampled_rows([(2000, 30), (1000, 1000), (2000, 2000)], (2000, 30))
 )
 def test_thousands_of_blocks_lie_apart(count, span):
     blocks = random_blocks(count, span)

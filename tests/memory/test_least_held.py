@@ -64,6 +64,7 @@ def test_nothing_is_tried_below_it(monkeypatch):
 @pytest.mark.parametrize(
     "name", sampled([BLOCK, *UNALIKE], "tied embeddings", "view in two places")
 )
+@pytest.mark.slow
 def test_no_cuts_that_fit_are_passed_over(name, monkeypatch):
     """Where the lower bound says so, all cuts are tried out all the same, and refused."""
     joint, passed_over = captured(name), []

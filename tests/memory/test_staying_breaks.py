@@ -33,6 +33,7 @@ def loop_of(model, forward, optimizer, begin=4):
 
 
 @pytest.mark.parametrize("where", sampled(["host", "disk"], "disk"))
+@pytest.mark.slow
 def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp_path, where):
     """A loop that forgets to set them to None sums them up, as eager does, within the budget."""
     plain = gpt()
@@ -56,6 +57,7 @@ def test_gradients_that_nobody_drops_go_home_before_the_next_forward(caplog, tmp
     assert HELD in gradients(model), "they stay again once they are dropped"
 
 
+@pytest.mark.slow
 def test_where_they_are_in_the_way_of_every_forward_none_stays_any_more(caplog):
     def loop(model, forward, optimizer):
         train(forward, optimizer, 0, 4)
@@ -141,6 +143,7 @@ def test_accumulation_under_a_plan_without_it_is_eagers():
 
 
 @pytest.mark.parametrize("drops", sampled([True, False], True))
+@pytest.mark.slow
 def test_an_optimizer_within_backward_reads_them_where_they_are(drops):
     """Each parameter is updated as soon as its gradient is there, which is then dropped, or not."""
 
@@ -207,6 +210,7 @@ def test_one_that_stays_can_be_copied_zeroed_and_given_away():
     assert held_gradients(model) == 0
 
 
+@pytest.mark.slow
 def test_a_hook_that_comes_later_sees_each_gradient_and_it_goes_home():
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
     assert session_behind(model).controller.plan.placement.stay
@@ -238,6 +242,7 @@ def test_what_somebody_holds_besides_leaves_no_room_and_they_go_home():
     assert same(model, plainly_trained())
 
 
+@pytest.mark.slow
 def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(monkeypatch):
     model, compiled, optimizer = begun(held_bytes() + WEIGHT_BYTES, 4)
     take, left = HeldTier.take, [3]
@@ -259,6 +264,7 @@ def test_a_backward_that_fails_leaves_no_gradient_and_no_bytes(monkeypatch):
     assert same(model, plainly_trained())
 
 
+@pytest.mark.slow
 def test_they_move_where_the_device_has_to_have_the_room_back():
     """A longer batch holds more than was set aside: what stays goes home, and nothing is lost."""
     model, compiled, optimizer = begun(2 * held_bytes() + 2 * WEIGHT_BYTES, 4)

@@ -1,5 +1,6 @@
 """An evaluation that is kept up to date says what `answer` says from nothing, to the bit."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,7 @@ def same(kept: Evaluation) -> bool:
 
 @settings(deadline=None, max_examples=150)
 @given(problems())
+@pytest.mark.slow
 def test_it_follows_every_change_and_every_way_back(case):
     problem, turns = case
     kept = Evaluation(problem, [KEEP] * len(problem.values))

@@ -126,6 +126,7 @@ def test_what_finds_no_room_says_its_name_and_what_to_do(tmp_path):
         compiled(torch.randn(4, 8)).sum().backward()
 
 
+@pytest.mark.slow
 def test_activations_away_are_counted_where_they_rest(tmp_path):
     with forced("host"):
         model, _, compiled, inputs = offloaded("gpt", tmp_path)

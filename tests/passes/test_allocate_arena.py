@@ -66,6 +66,7 @@ def test_an_arena_one_byte_too_small_is_refused_and_the_sentence_says_what_is_ne
         assert arrange(program, least, 8).arena_bytes <= least
 
 
+@pytest.mark.slow
 def test_what_is_read_in_place_takes_no_address():
     for program in programs("gpt"):
         resident = frozenset(v.entry for v in program.values[::2])

@@ -102,6 +102,7 @@ def test_they_are_the_same_whatever_is_offloaded():
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_they_are_the_same_within_any_budget_that_cuts_nothing():
     joint = catch(WithLoss(1), ids())
     least = least_budget(joint)
@@ -134,6 +135,7 @@ def test_random_numbers_and_large_parameters_end_one(monkeypatch):
         assert fusion_of(node) is None
 
 
+@pytest.mark.slow
 def test_casts_of_parameters_and_of_their_gradients_are_no_members():
     with torch.autocast("cpu", torch.bfloat16):
         graph = catch(WithLoss(1), ids()).through(*FOUND).graph

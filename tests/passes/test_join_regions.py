@@ -224,6 +224,7 @@ def test_equal_blocks_share_a_region():
     assert len({*keys[1:-1]}) == 2
 
 
+@pytest.mark.slow
 def test_a_planned_run_walks_one_region_per_phase_and_holds_what_was_predicted():
     model, compiled, optimizer = begun(held_bytes() + 8 * WEIGHT_BYTES, 4)
     session = session_behind(model)

@@ -45,7 +45,7 @@ def runs(tmp_path_factory):
     return Runs()
 
 
-@pytest.mark.parametrize("choice", sampled(BUDGETS, "keep", "recompute"))
+@pytest.mark.parametrize("choice", sampled(BUDGETS, "keep"))
 def test_the_curve_as_chosen_peaks_at_what_is_measured(runs, choice):
     plan, stats, _ = runs[choice]
     assert plan.memory.after.peak == stats["peak"]["activations"]

@@ -237,6 +237,7 @@ def test_a_gradient_that_is_not_summed_over_slices_has_the_bits_of_eager():
 # Stages
 
 
+@pytest.mark.slow
 def test_a_weight_is_gathered_once_in_each_phase_whatever_the_slices(caught):
     joint = caught("gpt")
     whole, sliced = joint.through(*LATER), joint.through(InSlices(8, 1), *LATER)
@@ -250,6 +251,7 @@ def test_a_weight_is_gathered_once_in_each_phase_whatever_the_slices(caught):
         assert params >= {whole.plan.spec_of(n).name for n in fetches}
 
 
+@pytest.mark.slow
 def test_what_is_inside_of_a_stage_exists_in_slices_only(caught):
     joint = caught("gpt")
     peaks = [
@@ -378,6 +380,7 @@ def test_it_is_told_why_a_value_is_not_made_in_slices():
     assert any("statistics over the batch" in note for note in said)
 
 
+@pytest.mark.slow
 def test_the_bound_that_refuses_at_once_is_below_what_slices_need():
     """Down to it every budget is refused after trials, or fits."""
     joint = attentive(4, 16)
@@ -395,6 +398,7 @@ def test_the_bound_that_refuses_at_once_is_below_what_slices_need():
     assert refused.value.needed_bytes <= high
 
 
+@pytest.mark.slow
 def test_a_wish_of_checkpoint_is_kept_by_slices():
     class Kept(nn.Module):
         def __init__(self) -> None:

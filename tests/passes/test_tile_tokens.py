@@ -135,6 +135,7 @@ def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name):
 
 @settings(max_examples=5, deadline=None)
 @given(batch=st.integers(1, 4), length=st.integers(1, 9), pick=st.integers(0, 9))
+@pytest.mark.slow
 def test_slices_keep_the_numbers_of_every_shape(batch, length, pick):
     torch.manual_seed(batch)
     joint = catch(Mlp(), torch.randn(batch, length, WIDTH))

@@ -121,6 +121,7 @@ def test_a_config_that_is_not_there_is_told(tmp_path):
         pytest.param(estimates.GPT2, estimates.CASES, id="gpt2", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_an_estimate_is_near_the_dry_run(config, cases):
     found = list(estimates.compared(config, cases))
     assert [row.fits for row in found] == [True] * len(cases)

@@ -109,7 +109,6 @@ def test_of_a_run_the_floor_is_below_the_least_and_says_what_it_is_due_to(choice
     sampled_rows(
         [("keep", "16MiB", False), ("keep", 80 * KiB, True), ("recompute", 64 * KiB, True)],
         ("keep", "16MiB", False),
-        ("recompute", 64 * KiB, True),
     ),
 )
 def test_tiles_and_what_is_made_again_are_no_part_of_the_traced_work(choice, budget, added):

@@ -54,6 +54,7 @@ def evaluated(made: Machine, updates: str = "fastest", make=adamw) -> outlook.Ev
 
 
 @pytest.mark.parametrize("make", [adamw, adamw_by_foreach])
+@pytest.mark.slow
 def test_large_parameters_may_be_updated_there(make):
     step = traced(make)
     marked = with_host_updates(step)

@@ -37,6 +37,7 @@ def updates(schedule: Schedule) -> list[Run]:
 # Which may be late
 
 
+@pytest.mark.slow
 def test_large_parameters_are_updated_late_and_small_ones_at_once():
     step = traced()
     late = with_late_step(step, CHUNK)
@@ -53,6 +54,7 @@ def test_only_the_first_of_several_micro_batches_updates():
     assert late == [True, False]
 
 
+@pytest.mark.slow
 def test_an_update_of_several_ops_is_late_as_one_op_is():
     """They are one row of the step."""
     fused, by_ops = (with_late_step(traced(make), CHUNK) for make in (adamw, adamw_by_foreach))
@@ -239,6 +241,7 @@ def test_a_plan_updates_late_where_that_is_faster(fast):
     ]
 
 
+@pytest.mark.slow
 def test_what_a_commit_writes_of_gradients_is_weighed_against_what_late_updates_save(fast):
     """They are inputs of updates that are still to come, and do not lie on disk here."""
     step, (costs, plain, _) = traced(), fast

@@ -104,7 +104,7 @@ def budget(share: float) -> int:
     return int(share * state_bytes())
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", sampled(SHARES, *SHARES[1:]))
 def test_residents_and_window_fit_the_budget_and_every_schedule_is_proven(share):
     device = budget(share)
     plan = plan_of(device)
@@ -185,6 +185,7 @@ def tried(monkeypatch):
     return plans
 
 
+@pytest.mark.slow
 def test_no_two_windows_are_tried_that_are_nearly_one(tried, monkeypatch):
     monkeypatch.setattr(step_plan, "HOPELESS", 1e9)
     needed = 128 * KiB  # of some runs
@@ -199,6 +200,7 @@ def test_no_two_windows_are_tried_that_are_nearly_one(tried, monkeypatch):
 
 
 @pytest.mark.parametrize("share", sampled(SHARES[1:], 1 / 4))
+@pytest.mark.slow
 def test_the_first_plan_near_the_least_is_taken(share, tried):
     device = budget(share)
     planned(device)
@@ -211,6 +213,7 @@ def test_the_first_plan_near_the_least_is_taken(share, tried):
     assert len(tried) > 1
 
 
+@pytest.mark.slow
 def test_of_plans_that_take_as_long_the_one_with_the_fewest_transfers_is_taken(tried):
     plan = planned(3 * state_bytes() // 16)
     fastest = min(tried, key=lambda other: other.seconds)
@@ -219,6 +222,7 @@ def test_of_plans_that_take_as_long_the_one_with_the_fewest_transfers_is_taken(t
     assert plan.transfers == min(other.transfers for other in near) < fastest.transfers
 
 
+@pytest.mark.slow
 def test_a_placement_by_whole_numbers_is_tried_where_all_that_were_rounded_are_far_from_it(
     monkeypatch,
 ):
@@ -252,6 +256,7 @@ def narrowed(plan: StepPlan, window: int) -> StepPlan:
     return replace(plan, arena=arena, step=made, seconds=seconds_of(made, plan.placement.homes))
 
 
+@pytest.mark.slow
 def test_what_residents_leave_is_streamed_through_where_that_is_faster():
     device = budget(1 / 4)
     whole = plan_of(device)

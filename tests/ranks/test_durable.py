@@ -171,6 +171,7 @@ def test_a_first_commit_that_one_rank_has_counts_too(expected, tmp_path):
     assert killed(expected, tmp_path, once_committed(tmp_path, 0, 1), 1, False) == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_ranks_and_fewer_in_the_same_directory(expected, tmp_path):
     for at, ranks in enumerate((2, 1, 4)):
         assert check_resumes(expected, ranks, tmp_path, 1) == (at, at + 1)
@@ -195,6 +196,7 @@ def test_a_run_in_which_each_tensor_is_with_one_rank_goes_on(expected, tmp_path)
     assert check_resumes(expected, 1, tmp_path, 1) == (4, 5)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_not_durable_takes_what_ranks_committed(expected, committed):
     model = zcompile.offload(built(), **FIELDS)
     optimizer = adamw(model.parameters())
@@ -206,6 +208,7 @@ def test_a_model_that_is_not_durable_takes_what_ranks_committed(expected, commit
     zcompile.close(model)
 
 
+@pytest.mark.slow
 def test_a_step_over_what_other_ranks_committed_is_refused(expected, committed):
     found = run(2, str(committed), MORE, resumes=False)
     assert {one["error"][0] for one in found} <= {"DurableHeld", "RankFailed"}
@@ -250,6 +253,7 @@ def test_a_full_disk_on_one_rank_ends_all_with_the_commit_intact(expected, tmp_p
     assert step in (other.get("done", 0), other.get("done", 0) + 1)
 
 
+@pytest.mark.slow
 def test_what_is_prepared_is_left_alone_and_read_by_others(expected, tmp_path):
     """Rank 1 has prepared what rank 0 has committed, and was killed."""
     Group(2, str(tmp_path), STEPS, faults={1: once_committed(tmp_path, 0, 2)}).outcomes()
@@ -266,6 +270,7 @@ NODES = ["node-a", "node-b"]
 """Two machines without a filesystem that they share, one rank on each."""
 
 
+@pytest.mark.slow
 def test_what_lies_on_another_machine_is_named_and_can_be_brought_here(expected, tmp_path):
     run(2, str(tmp_path), 1, nodes=NODES)
     here, there = (tmp_path / node for node in NODES)

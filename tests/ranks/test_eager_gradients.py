@@ -47,7 +47,7 @@ def in_one_process(mesh, kind, ranks):
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
-        ("eager", {}),
+        pytest.param("eager", {}, marks=pytest.mark.slow),
         ("loss beside", {}),
         ("broken", {}),
         pytest.param("broken", {"partition": "owner"}, marks=pytest.mark.slow),

@@ -169,6 +169,7 @@ def squeezed(mesh):
     return found
 
 
+@pytest.mark.slow
 def test_little_memory_makes_no_other_numbers(pool):
     model = words(blocks=4)
     optimizer = adamw(model.parameters())

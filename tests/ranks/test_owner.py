@@ -112,6 +112,7 @@ def checked(rows, ranks, fused=True):
     assert sum(row["exchange"] for row in sent) == nbytes + small
 
 
+@pytest.mark.slow
 def test_clipped_steps_have_the_bits_of_slices(pool):
     fields = {"stage": 3}
     rows = pool.run(trained, 2, {**fields, "partition": "owner"}, "adamw", 0.05)
@@ -167,6 +168,7 @@ def resumed(mesh, path, fields):
     return found, after
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_slices_and_with_owners(pool, tmp_path):
     path, owner = str(tmp_path / "run"), {"partition": "owner"}
     first = pool.run(saved, 2, path, owner)
@@ -210,6 +212,7 @@ def outside(mesh, fields):
     return found
 
 
+@pytest.mark.slow
 def test_readers_and_writers_outside_of_a_graph_see_whole_values(pool):
     (state, *shown), other = pool.run(outside, 2, {"partition": "owner"})
     assert (state, *shown) == other

@@ -66,6 +66,7 @@ def paced(mesh, throttle, more):
         pytest.param("node_to_node", {"ranks_per_node": 1}, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_paced_link_changes_the_time_and_no_bit(pool, expected, link, more):
     rows = pool.run(paced, 2, {link: RATE}, more)
     for state, found in rows:
@@ -213,6 +214,7 @@ def held_for_longer(mesh):
     return str(promise.error)
 
 
+@pytest.mark.slow
 def test_a_rank_that_holds_back_is_not_taken_for_one_that_does_not_come(pool):
     assert pool.run(held_for_longer, 2) == ["None"] * 2
 

@@ -95,6 +95,7 @@ def check_killed(pool, expected, tmp_path, late_on, goes_on, fields=DURABLE):
     assert state_of(plain, optimizer) == expected[STEPS]
 
 
+@pytest.mark.slow
 def test_ranks_resume_where_one_had_updates_to_come_and_the_other_none(pool, expected, tmp_path):
     check_killed(pool, expected, tmp_path, late_on=[1], goes_on=[2])
     with open_directory(tmp_path / "killed" / "rank-1-of-2", KERNEL) as home:

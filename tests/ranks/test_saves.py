@@ -86,6 +86,7 @@ def test_one_process_saves_and_several_ranks_go_on(pool, tmp_path):
     assert rows == [(saved, trained_eagerly())] * 2
 
 
+@pytest.mark.slow
 def test_several_ranks_save_and_one_process_goes_on(pool, tmp_path):
     (saved, _) = pool.run(first_steps, 2, str(tmp_path / "run"))
     first_steps(False, tmp_path / "one")
@@ -321,6 +322,7 @@ def read(mesh):
     return found
 
 
+@pytest.mark.slow
 def test_readers_outside_of_a_graph_see_whole_values(pool):
     (first, *others) = pool.run(read, 4)
     assert others == [first] * 3

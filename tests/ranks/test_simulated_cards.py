@@ -92,7 +92,7 @@ def trained(mesh, mode, directory=None):
         return state_of(model, made), pairs, accesses
 
 
-@pytest.mark.parametrize("mode", sampled(MODES, "streaming", "small blocks"))
+@pytest.mark.parametrize("mode", sampled(MODES, "streaming"))
 def test_ranks_on_cards_end_with_the_bits_of_one_process(pool, mode, tmp_path):
     # Products in tiles round otherwise than whole ones.
     tiles = mode == "tiles"
@@ -172,6 +172,7 @@ def pairs_of_mutants(mesh, mode, names):
 
 
 @pytest.mark.parametrize("mode", ["streaming", "small blocks"])
+@pytest.mark.slow
 def test_without_one_of_its_orders_a_lane_is_found_out(pool, mode):
     names = [name for name, (where, _) in OF_RANKS.items() if where == mode]
     for found in pool.run(pairs_of_mutants, 2, mode, names):

@@ -319,6 +319,7 @@ def test_tiles_that_options_ask_for_are_refused_beside_whole_weights(pool):
         assert not said
 
 
+@pytest.mark.slow
 def test_tiles_for_want_of_room_are_told_of_beside_whole_weights(pool):
     for refused, (text,) in pool.run(in_tiles, 2, {}, 200):
         assert not refused
@@ -398,6 +399,7 @@ def patched(pays):
 @pytest.mark.parametrize(
     ("ranks", "clip"), sampled_rows([(2, 0.05), (4, 0.05), (4, 0.0)], (2, 0.05))
 )
+@pytest.mark.slow
 def test_tied_and_frozen_weights_and_clipping_have_the_same_bits(pool, ranks, clip):
     one = pool.run(trained, 1, {**ROOMY, "stage": 3}, clip, {"tied": True})[0][0]
     rows = pool.run(trained, ranks, {**ROOMY, "stage": 2}, clip, {"tied": True})

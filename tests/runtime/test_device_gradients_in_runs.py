@@ -47,6 +47,7 @@ def backward(model, compiled, number=7):
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+@pytest.mark.slow
 def test_with_a_berth_for_each_none_comes_by_itself(came_one_by_one):
     model, compiled, optimizer = begun(4, **ROOM)
     came_one_by_one.clear()

@@ -62,6 +62,7 @@ def bytes_of_a_step(make, **how):
 @pytest.mark.parametrize(
     ("make", "lists"), sampled_rows(product([adamw, momentum], [False, True]), (adamw, False))
 )
+@pytest.mark.slow
 def test_ops_move_what_a_fused_update_moves(make, lists):
     assert bytes_of_a_step(make, foreach=lists) == bytes_of_a_step(make, fused=True)
 
@@ -214,6 +215,7 @@ def each_in_turn(updates):
     [UPDATES[:5], pytest.param(UPDATES[5:], marks=pytest.mark.slow)],
     ids=["first", "rest"],
 )
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_runs_op_by_op(updates):
     assert each_in_turn(updates).noted_ops is None
 
@@ -242,6 +244,7 @@ def test_ops_that_share_nothing_are_one_schedule_and_run_when_the_step_ends():
 
 
 @pytest.mark.usefixtures("by_anybody")
+@pytest.mark.slow
 def test_a_result_that_outlives_the_step_is_a_tensor_as_any_other():
     model, compiled = streamed()
     kept = []
@@ -334,6 +337,7 @@ def test_a_closure_finds_what_the_step_did_before_it():
 
 
 @pytest.mark.parametrize("lists", sampled([False, True], False))
+@pytest.mark.slow
 def test_an_update_op_by_op_may_wait_for_the_next_forward(monkeypatch, lists):
     let_all_be_late(monkeypatch)
 
@@ -358,6 +362,7 @@ def test_a_step_of_what_rests_in_reach_joins_too():
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_was_clipped_is_scaled_before_its_ops():
     model, compiled = streamed()
     train(model, compiled, momentum(model), 0, STEPS)

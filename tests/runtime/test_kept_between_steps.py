@@ -963,6 +963,7 @@ def test_gradients_of_which_one_cannot_be_wrapped_leave_nothing(monkeypatch):
     assert {entry.key for entry in session.entries()} == before
 
 
+@pytest.mark.slow
 def test_a_step_whose_states_have_died_is_no_step_to_plan_for(planned):
     (model, compiled, _), _ = planned
     same_after_each(planned, (usual, usual))
@@ -988,6 +989,7 @@ def test_guards_are_told_whether_a_parameter_is_trained_now(planned):
 # These come last: a run has so many plans, and they ask for some.
 
 
+@pytest.mark.slow
 def test_a_gradient_that_a_state_shows_becomes_a_state():
     """In a run whose plan is in force: what states are is looked at again only if something has
     changed."""

@@ -155,6 +155,7 @@ def test_a_parameter_that_is_written_before_the_forward_is_cast_again(pair):
 
 
 @pytest.mark.parametrize("shares", sampled([(0.3, 0.9), (0.05, 0.6)], (0.3, 0.9)))
+@pytest.mark.slow
 def test_a_forward_that_fails_leaves_no_copy_that_is_half_new(pair, monkeypatch, shares):
     plain = _Call._run
     for share in shares:

@@ -171,6 +171,7 @@ def test_a_run_whose_updates_are_late_trains_bit_equal(tmp_path, where, make, cl
 
 
 @pytest.mark.parametrize("infinite", sampled([None, PLANNED + 1], PLANNED + 1))
+@pytest.mark.slow
 def test_gradients_that_a_fused_optimizer_unscales_are_updated_late(tmp_path, infinite):
     """It writes them: `GradScaler` leaves that to the optimizer, and skips a step with an inf."""
     plain, (model, compiled) = gpt(), offloaded(**budget(tmp_path, "throttled"))
@@ -209,6 +210,7 @@ def test_the_norm_of_a_gradient_that_waits_to_be_written_is_that_of_what_it_beco
     assert pair.step(2).equal()
 
 
+@pytest.mark.slow
 def test_the_first_of_several_micro_batches_computes_what_waits(tmp_path):
     model, compiled = offloaded(**budget(tmp_path, "throttled"))
     optimizer, late = adamw(model), session_behind(model).late
@@ -224,6 +226,7 @@ def test_the_first_of_several_micro_batches_computes_what_waits(tmp_path):
     assert same(model, expected(batches=2))
 
 
+@pytest.mark.slow
 def test_gradients_may_be_dropped_behind_the_forward(tmp_path):
     """As many loops do: they live while the forward computes, and are read by nobody after it."""
     model, compiled = offloaded(**budget(tmp_path, "throttled"))
@@ -506,6 +509,7 @@ def failing_at(monkeypatch, share: float) -> None:
 @pytest.mark.parametrize(
     "shares", sampled([(0.0, 0.4, 0.99), (0.1, 0.25, 0.6, 0.8)], (0.0, 0.4, 0.99))
 )
+@pytest.mark.slow
 def test_a_forward_that_fails_has_done_whole_chunks_and_the_others_wait(pair, monkeypatch, shares):
     for share in shares:
         pair.step(2)  # what was compared is updated
@@ -614,6 +618,7 @@ def test_a_checkpoint_has_what_the_step_made(own_pair, tmp_path):
     assert same(model, values(own_pair.plain))
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_step_after_step_is_updated_at_once_from_then_on(own_pair, caplog):
     caplog.set_level("INFO")
     for _ in range(late_updates.OFTEN + 3):
@@ -625,6 +630,7 @@ def test_what_is_asked_for_step_after_step_is_updated_at_once_from_then_on(own_p
     assert own_pair.step().equal()
 
 
+@pytest.mark.slow
 def test_a_chunk_that_fails_where_its_operands_rest_is_refused_from_then_on(own_pair, monkeypatch):
     monkeypatch.setattr(late_updates.Progress, "is_torn", lambda self, n: self.within and n == 0)
     chunk_failing(monkeypatch, 1, in_place=True)

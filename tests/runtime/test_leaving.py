@@ -49,6 +49,7 @@ def test_a_join_waits_until_a_gradient_was_read_and_not_until_it_is_on_disk(slow
     assert session.read_all(entry).view(torch.float32).eq(1).all()
 
 
+@pytest.mark.slow
 def test_how_long_gradients_wait_for_others_is_known(slow_disk):
     session, entry = slow_disk
     before = session.in_flight.waited_s

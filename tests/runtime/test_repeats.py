@@ -202,6 +202,7 @@ def test_rows_are_made_once_for_all_steps(counted, tmp_path):
     assert counted["again"] >= 3
 
 
+@pytest.mark.slow
 def test_a_plan_makes_them_anew_once(counted):
     model, compiled, optimizer = begun(3, device_memory="16MiB")
     rows = counted["rows"]

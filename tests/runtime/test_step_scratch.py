@@ -187,6 +187,7 @@ def test_graphs_have_all_of_it_back(budget, monkeypatch):
     assert seen == [True] * 4
 
 
+@pytest.mark.slow
 def test_what_a_forward_without_backward_holds_is_left_alone(budget, expected):
     """Its values fill the device until its backward comes: the step goes through the window."""
     model, compiled, optimizer = begun(budget, 4)
@@ -258,6 +259,7 @@ def test_without_a_fetch_there_is_no_scratch():
     assert lower_step("step", [row], 0, 1, StepRoom(AT, MiB)).scratch_at == 0
 
 
+@pytest.mark.slow
 def test_a_device_without_the_memory_leaves_the_step_to_the_window(budget, expected, monkeypatch):
     model, compiled, optimizer = begun(budget, 4)
     session = session_behind(model)

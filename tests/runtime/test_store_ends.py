@@ -79,6 +79,7 @@ Workers.stop = interrupted
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_process_that_ends_in_the_middle_neither_hangs_nor_leaves_files(tmp_path, ending, code):
     done = subprocess.run(
         [sys.executable, "-c", TRAIN + ending, str(tmp_path)],

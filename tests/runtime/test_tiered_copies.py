@@ -204,6 +204,7 @@ print("shared:", p.is_shared())
 """
 
 
+@pytest.mark.slow
 def test_what_needs_a_storage_says_so_and_does_not_end_the_process():
     told = subprocess.run(
         [sys.executable, "-c", ON_A_STORAGE], capture_output=True, text=True, check=False

@@ -113,6 +113,7 @@ def test_a_hook_that_reads_what_it_has_stepped_finds_the_update_done():
     assert same(model, values(plain))
 
 
+@pytest.mark.slow
 def test_a_hook_that_raises_leaves_the_others_as_they_are():
     """What was stepped before it is updated, what comes after it is not, and training goes on."""
 

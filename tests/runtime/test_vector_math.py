@@ -37,6 +37,7 @@ UNKNOWN = -1
         ["frontend.offload", "frontend.backend", "checkpoint.checkpoint"], "checkpoint.checkpoint"
     ),
 )
+@pytest.mark.slow
 def test_the_kernels_of_vector_math_are_chosen_before_anything_computes(module):
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(module=module)],

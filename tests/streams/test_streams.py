@@ -52,6 +52,7 @@ def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):
 
 
 @pytest.mark.parametrize("name", sampled(["streaming", "part on the device"], "streaming"))
+@pytest.mark.slow
 def test_training_goes_on_after_a_large_batch_in_inference_mode(name):
     """It needs an arena of another size, so that the memory is made in that mode."""
     with training(name) as run:

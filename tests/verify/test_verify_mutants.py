@@ -99,6 +99,7 @@ def test_every_step_schedule_is_safe(made):
 
 @settings(deadline=None, derandomize=True, max_examples=8)
 @given(step_schedules())
+@pytest.mark.slow
 def test_no_mutant_of_a_step_goes_through_unseen(made):
     for what, mutant in mutants(replace(made, instructions=made.instructions)):
         try:

@@ -159,6 +159,43 @@ def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     zcompile.close(model)
 
 
+@pytest.mark.parametrize("fields", [{"weight_decay": 0.1}, {"maximize": True, "foreach": True}, {}])
+def test_the_step_is_one_that_finds_the_states_of_its_optimizer(fields):
+    """SGD makes its buffers in its first step, of a gradient or of what it has made of one; from
+    the second step on it reads and writes them."""
+
+    def make(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, **fields)
+
+    def told(step):
+        updates = [call for call in step.calls if call.phase is Phase.STEP]
+        moved = Counter(
+            (step.facts[call.entries[x.home.entry]].kind.name, x.home.reads, x.home.writes)
+            for call in updates
+            for x in call.schedule.effects
+            if x.home is not None
+        )
+        return moved, Counter(fact.kind.name for fact in step.facts.values())
+
+    x = torch.zeros(2, 160)
+    dry = plan.trace(
+        on_meta(Autocast), (x,), plan.terms_of(Config(device="cpu"), "h100-pcie-80gb"), make
+    )
+    model = zcompile.offload(
+        Autocast(), device="cpu", host_memory="64MiB", throttle={"h2d": "10GB/s"}, residency=False
+    )
+    session, steps = zcompile.frontend.offload.session_behind(model), []
+    session.controller.step_ended = steps.append
+    session.executor.recorder.start()
+    compiled, optimizer = torch.compile(model, backend="zinf"), make(model.parameters())
+    for _ in range(4):
+        compiled(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told(dry.step) == told(steps[-1])
+    assert told(dry.step)[1]["STATE"] == 4
+
+
 def test_tied_weights_are_one_entry(traced):
     weights = [f.name for f in traced.step.facts.values() if f.kind is EntryKind.PARAM]
     assert len(weights) == len(set(weights)) == len(list(on_meta(layers=2).parameters()))

@@ -22,7 +22,7 @@ from zcompile.frontend.dry_run.session import (
     DryRunMode,
     DryRunSession,
     copy_without_bytes,
-    run_step,
+    run_steps,
 )
 from zcompile.frontend.gc_pause import gc_paused
 from zcompile.ir.memory_curve import Memory
@@ -239,7 +239,7 @@ def trace(
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
 ) -> Traced:
-    """Walk one training step in a dry run.
+    """The step of training that a dry run takes.
 
     raises  ConfigInvalid, Unsupported, UserCodeFailed; BudgetExceeded, where the device is bounded
     """
@@ -253,7 +253,7 @@ def trace(
         inputs = trees.tree_map(_input, example_inputs)
         with gc_paused(), working("tracing a step"), DryRunMode():  # type: ignore[no-untyped-call]  # torch's
             made = make(_trained(copied))  # alive until its states are told
-            run_step(copied, inputs, made, micro_batches)
+            run_steps(copied, inputs, made, micro_batches)
         samples, tokens = _counts(example_inputs)
         step = _settled(_recorded(session, model), session)
         return Traced(

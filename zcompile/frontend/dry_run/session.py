@@ -1,8 +1,9 @@
-"""Walks one training step of a copy of a model whose parameters have no bytes.
+"""Walks two training steps of a copy of a model whose parameters have no bytes.
 
-The session walks schedules and computes nothing: each region only makes blanks of its results. The
-step is forward and backward so many times, then the optimizer; its trace is the one that a real
-step would have. The caller's model is not touched.
+The session walks schedules and computes nothing: each region only makes blanks of its results. A
+step is forward and backward so many times, then the optimizer; the trace of the second is the one
+that a real step would have, since in the first an optimizer makes its states. The caller's model is
+not touched.
 """
 
 import copy
@@ -188,11 +189,17 @@ def dry_run_backend(gm: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
 class _DryRunExecutor(Executor):
     """Walks graphs as a real executor; of an optimizer's step only notes which entries are written.
 
-    saved_bytes  given to backward calls: activations that their forward saved, and tangents
+    saved_bytes  given to backward calls of the last step: activations that their forward saved, and
+                 tangents
     """
 
     saved_bytes = 0
     _held: StepFootprint | None = None
+
+    def _end_step(self, schedule: Schedule) -> None:
+        if self.recorder.ends_with(schedule):
+            self.saved_bytes = 0
+        super()._end_step(schedule)
 
     def run(
         self,
@@ -342,15 +349,20 @@ def _param(session: DryRunSession, name: str, param: nn.Parameter) -> nn.Paramet
     return own(made)
 
 
+STEPS = 2
+"""Of which the last is the one that is planned."""
 REMEDY = (
     "a plan runs the model as it is: give it inputs that it takes, and see that it runs with them"
 )
 
 
-def run_step(
+def run_steps(
     model: nn.Module, inputs: Sequence[Any], optimizer: torch.optim.Optimizer, times: int
 ) -> None:
-    """Run forward and backward `times` times, then the optimizer.
+    """Run forward and backward `times` times, then the optimizer; and all of it once more.
+
+    The first step of an optimizer differs from all others: it makes states, which become entries
+    when the second begins, of what it has computed (SGD's momentum of a gradient with decay, say).
 
     raises  Unsupported, UserCodeFailed
     """
@@ -365,6 +377,19 @@ def run_step(
         loss_of.__code__.replace(), globals(), "loss_of", None, loss_of.__closure__
     )
     compiled = torch.compile(fresh, backend=dry_run_backend, dynamic=False)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        _run_step(model, compiled, inputs, optimizer, times)
+
+
+def _run_step(
+    model: nn.Module,
+    compiled: Callable[..., Tensor],
+    inputs: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    times: int,
+) -> None:
+    """One step by `compiled`, which gives the loss. raises  Unsupported, UserCodeFailed"""
     name, given = type(model).__name__, ", ".join(_describe(inputs))
     for _ in range(times):
         with (

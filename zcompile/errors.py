@@ -18,6 +18,15 @@ from zcompile.ir.units import show_size, write_budget
 class ZinfError(Exception):
     """The root of every error zcompile raises on purpose."""
 
+    def put_notes_into_sentence(self) -> None:
+        """Make lines of the sentence of what was added by `add_note`, for a reader who is shown the
+        sentence alone: Dynamo puts it into an error of its own, and lets the notes go."""
+        notes = self.__dict__.pop("__notes__", ())
+        if notes:
+            sentence, *others = self.args
+            told = "\n".join((str(sentence), *(f"  note: {note}" for note in notes)))
+            self.args = (told, *others)
+
 
 class ConfigInvalid(ZinfError, ValueError):
     """A field of `Config` cannot be used as given."""

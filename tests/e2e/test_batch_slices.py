@@ -69,3 +69,13 @@ def test_without_slices_of_the_batch_such_a_budget_is_refused(monkeypatch):
     refused = caught.value.inner_exception
     assert isinstance(refused, BudgetExceeded)
     assert refused.needed_bytes > BUDGET
+
+
+def test_who_is_refused_reads_why_large_values_are_not_made_in_slices():
+    """Dynamo shows the sentence of an error, and none of its notes."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(BackendCompilerFailed) as caught:
+        offloaded(model, ONE // 8)(torch.randn(BATCH * LENGTH, WIDTH))
+    said = str(caught.value)
+    assert "to fit: give zcompile.offload device_memory=" in said
+    assert re.search(r"^  note: .*statistics over the batch$", said, re.MULTILINE)

@@ -5,7 +5,7 @@ import torch
 from pairs import entries, same_training, train
 from sampled import crossed
 from torch import nn, optim
-from torch.nn import utils
+from torch.nn import functional, utils
 
 from zcompile.ir.types import EntryKind
 
@@ -165,6 +165,7 @@ USES = {
     "metadata": lambda w, x: x @ w + w.shape[0] + w.numel() if w.requires_grad else x,
     "views": lambda w, x: sum(x @ part.repeat(1, 2) for part in w.chunk(2, 1)),
     "new tensors": lambda w, x: x @ w + torch.zeros_like(w).sum() + w.new_ones(1),
+    "a checked index": lambda w, x: functional.one_hot(x.argmax(1), 16).float() @ w,
     "normalized": lambda w, x: x @ (w / w.norm(dim=0, keepdim=True)),
 }
 
@@ -194,3 +195,36 @@ def test_a_forward_may_use_a_parameter_in_any_way(name, mode, tmp_path):
         return out.tolist(), quiet.tolist(), grad
 
     same_training(run, tmp_path, mode, lambda: Using(USES[name]))
+
+
+def test_an_assertion_in_a_graph_is_raised_and_the_training_goes_on(tmp_path):
+    """What it asserts is known when it runs, in each call anew; `one_hot` checks its classes so."""
+
+    def run(model, call):
+        optimizer, told = adamw(model, fused=True), []
+        for largest in (9, 10, 9):  # of a one-hot of ten
+            optimizer.zero_grad()
+            try:
+                call(torch.tensor([0, 3, largest])).square().mean().backward()
+            except RuntimeError as error:
+                told.append(str(error))
+                continue
+            optimizer.step()
+        with torch.no_grad(), pytest.raises(RuntimeError, match="smaller than num_classes"):
+            call(torch.tensor([12]))
+        (sentence,) = told
+        return "smaller than num_classes" in sentence, call(torch.tensor([4])).tolist()
+
+    same_training(run, tmp_path, "compiled", Chosen)
+
+
+class Chosen(nn.Module):
+    """A linear layer of one-hot vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Linear(10, 4)
+
+    def forward(self, ids):
+        return self.rows(functional.one_hot(ids, 10).float())

@@ -21,6 +21,7 @@ from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfErro
 from zcompile.frontend.fusions import compiler_of
 from zcompile.frontend.ranks import refuse_tiles, tell_of_tiles
 from zcompile.frontend.recompiles import remember_frame
+from zcompile.frontend.shared_results import first, return_shared
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
@@ -105,6 +106,7 @@ def zinf(
     if session is not None:
         session.meter.count("graphs")
         remember_frame(session)
+    results = return_shared(gm) if session is not None else None
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS)
     with (
         working(f"compiling {watch.name}"),
@@ -116,6 +118,8 @@ def zinf(
         except Exception as error:  # on purpose: what torch cannot trace raises of no one class
             if session is not None and session.fabric is not None:
                 session.fabric.failed_here(error)  # the others wait for the call
+            if isinstance(error, ZinfError):
+                error.put_notes_into_sentence()
             ours = graph.reached or isinstance(error, ZinfError) or not _is_of_torch(error)
             if ours or not ends_compiling(error):
                 raise
@@ -127,7 +131,10 @@ def zinf(
                 'around it one by one (block.compile(backend="zinf")); without torch.compile the '
                 "offloaded model runs as it is, but slower",
             ) from error
-    return compiled if session is None else _followed(compiled, _weakly(session))
+    if session is None:
+        return compiled
+    followed = _followed(compiled, _weakly(session))
+    return followed if results is None else first(results, followed)
 
 
 def _is_of_torch(error: BaseException) -> bool:

@@ -320,7 +320,8 @@ def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:
     """Give each node its phase, and put forward first.
 
     Forward is what the first `forward_outputs` outputs need, and whatever has an effect without
-    reading a gradient; backward is the rest. None: the whole graph is forward (inference).
+    reading a gradient; backward is the rest. None: the whole graph is forward (inference). A call
+    that returns nothing, such as an assertion of values, has None as its value in tracing.
     """
     graph.eliminate_dead_code()
     output = output_of(graph)
@@ -342,6 +343,8 @@ def assign_phases(graph: fx.Graph, forward_outputs: int | None) -> None:
         if inside:
             forward.add(node)
         set_phase(node, Phase.FORWARD if inside else Phase.BACKWARD)
+        if isinstance(node.target, Dispatched) and not node.target._schema.returns:
+            node.meta.setdefault("val", None)  # tracing leaves it out
     for node in [n for n in graph.nodes if n.op == "call_function"]:
         if phase_of(node) is Phase.BACKWARD:
             output.prepend(node)

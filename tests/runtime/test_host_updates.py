@@ -25,6 +25,7 @@ from zcompile.runtime import relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
+from zcompile.runtime.transfer.host_work import HostUse
 
 
 @pytest.fixture(autouse=True)
@@ -199,17 +200,18 @@ def test_entries_that_lie_in_several_blocks(monkeypatch):
 
     monkeypatch.setattr(host_tier.HostTier, "__init__", in_blocks)
     lent = []
-    lend = HostWalk.lend
+    lend = HostUse.lend
 
-    def lends(self, borrow):
-        lend(self, borrow)
-        lent.append(len(self._lent[borrow.register][1].parts))
+    def lends(self):
+        made = lend(self)
+        lent.append(len(made.parts))
+        return made
 
-    monkeypatch.setattr(HostWalk, "lend", lends)
+    monkeypatch.setattr(HostUse, "lend", lends)
     with trained_pair(adamw) as pair:
         pair.step(2)
-        assert max(lent) > 1
         assert pair.equal()
+        assert max(lent) > 1
 
 
 def test_a_narrow_copy_is_made_on_the_host_too():
@@ -251,16 +253,15 @@ def test_the_budgets_hold():
 
 
 def test_a_row_that_fails_names_its_parameter(monkeypatch):
-    """From then on its update is refused; those before it are done, those behind it are not."""
+    """It fails when its step is over: whoever uses its parameter or states is told, the others are
+    updated."""
     with trained_pair(adamw) as pair:
         failing = []
         compute = HostWalk.compute
 
         def fails(self, run, values):
             if len(failing) == 1:
-                broken = Run(fail_region(run.region), run.inputs, run.outputs)
-                failing.append(run)
-                compute(self, broken, values)
+                run = Run(fail_region(run.region), run.inputs, run.outputs)
             failing.append(run)
             compute(self, run, values)
 
@@ -272,15 +273,31 @@ def test_a_row_that_fails_names_its_parameter(monkeypatch):
 
         loss_of(pair.compiled, ids(70)).backward()
         monkeypatch.setattr(HostWalk, "compute", fails)
-        with pytest.raises(UpdateBroken, match="out of luck") as caught:
-            pair.optimizers[1].step()
+        loss_of(pair.plain, ids(70)).backward()
+        for optimizer in pair.optimizers:
+            optimizer.step()
         monkeypatch.undo()
-        names = dict(pair.model.named_parameters())
-        assert caught.value.name in names
-        with pytest.raises(UpdateBroken, match=caught.value.name):
-            names[caught.value.name].on_host()
-        others = [p for name, p in names.items() if name != caught.value.name]
-        assert all(torch.isfinite(p.on_host()).all() for p in others)
+        refused = {}
+        for name, param in pair.model.named_parameters():
+            try:
+                value = param.on_host()
+            except UpdateBroken as error:
+                refused[name] = error
+                continue
+            assert torch.equal(value, pair.plain.get_parameter(name))
+        ((name, error),) = refused.items()
+        assert error.name == name
+        assert f"{name!r} by optimizer step {pair.number}" in str(error)
+        assert "out of luck" in str(error)
+        param = pair.model.get_parameter(name)
+        for state in ("exp_avg", "exp_avg_sq"):
+            with pytest.raises(UpdateBroken, match=name):
+                pair.optimizers[1].state[param][state].on_host()
+        assert torch.isfinite(param.grad.on_host()).all()
+        with pytest.raises(UpdateBroken, match=name):
+            loss_of(pair.compiled, ids(71))
+        with pytest.raises(UpdateBroken, match=name):
+            pair.optimizers[1].step()
 
 
 @pytest.mark.parametrize("chunk", [0, 1])

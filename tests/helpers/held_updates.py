@@ -66,6 +66,17 @@ class HeldLane(HostLane):
             self._changed.notify_all()
 
 
+SETTLE = Promise.wait_finished
+
+
+def arrived(session: Any) -> None:
+    """Wait until all that was sent home has come there, and do no update for that: those whose
+    gradients are there may be done then."""
+    for moved in [*session._mover._in_flight]:
+        if moved.writes and not moved.on_host:
+            SETTLE(moved.end_heard())
+
+
 def held(patch: pytest.MonkeyPatch) -> list[HeldLane]:
     """From here on stores have such lanes; those that were made, the last one last."""
     made: list[HeldLane] = []

@@ -4,6 +4,7 @@ Plans that are forced to have them train beside plain PyTorch, whose bits they a
 """
 
 import gc
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from planned_runs import PLANNED, ids, loss_of, offloaded
 from sampled import sampled
 
 import zcompile
-from zcompile.errors import UpdateBroken
+from zcompile.errors import ParameterChanged, UpdateBroken
 from zcompile.ir import optimizer_step
 from zcompile.ir.schedule import Run
 from zcompile.ir.types import EntryKind
@@ -25,7 +26,7 @@ from zcompile.runtime import relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
-from zcompile.runtime.transfer.host_work import HostUse
+from zcompile.runtime.transfer.host_work import HostUse, HostWork
 
 
 @pytest.fixture(autouse=True)
@@ -336,6 +337,32 @@ def test_a_row_of_which_a_chunk_was_written_breaks_off_wherever_the_call_fails(m
             assert not isinstance(caught.value, UpdateBroken)
             assert torch.isfinite(param.on_host()).all()
             assert torch.isfinite(state.on_host()).all()
+
+
+def test_a_store_is_closed_while_a_row_is_computed(monkeypatch):
+    """It is waited for; those behind it are not computed, and whoever asks is told why."""
+    begun, go, ran, run = threading.Event(), threading.Event(), [], HostWork.run
+
+    def waits(work, cores):
+        begun.set()
+        go.wait()
+        ran.append(work)
+        run(work, cores)
+
+    with trained_pair(adamw) as made:
+        made.session.drain()
+        monkeypatch.setattr(HostWork, "run", waits)
+        made.step()
+        begun.wait()
+        param = next(iter(made.model.parameters()))
+        closing = threading.Thread(target=zcompile.close, args=(made.model,))
+        closing.start()
+        go.set()
+        closing.join()
+        assert not any(thread.name.startswith("zinf-update") for thread in threading.enumerate())
+        assert made.session.is_idle()
+        with pytest.raises(ParameterChanged, match="closed"):
+            param.on_host()
 
 
 def test_the_device_alone_where_it_is_asked_for():

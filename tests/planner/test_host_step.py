@@ -155,7 +155,7 @@ def updating(found: outlook.Evaluation, costs: Costs) -> tuple[float, float]:
     return sum(s for s, _ in regions), sum(s for s, on_host in regions if on_host)
 
 
-@pytest.mark.parametrize("host", [1e9, 1e10])
+@pytest.mark.parametrize("host", [1e8, 1e9])
 def test_what_the_host_computes_goes_on_beside_the_next_forward(host):
     """A commit would wait for all of it, so that the forward begins later."""
     found = evaluated_at(1e9)
@@ -164,7 +164,7 @@ def test_what_the_host_computes_goes_on_beside_the_next_forward(host):
     committing = replace(costs, ways=replace(costs.ways, updates_end_steps=True))
     beside, after = (simulate(step, each, homes) for each in (costs, committing))
     assert beside.step_s < after.step_s
-    assert after.phases[Phase.STEP] >= updating(found, costs)[1]
+    assert after.phases[Phase.STEP] >= 0.9 * updating(found, costs)[1], "some beside backward"
     assert beside.phases[Phase.STEP] < after.phases[Phase.STEP] / 10
     assert beside.step_s >= updating(found, costs)[1]
     assert bounded(found, costs) <= beside.step_s * 1.0001

@@ -15,12 +15,15 @@ from zcompile.ir.optimizer_step import chunk_region
 from zcompile.ir.schedule import Borrow, Run
 from zcompile.ir.types import SMALL_BYTES, EntryKind, Phase
 from zcompile.ir.units import GiB, MiB
+from zcompile.machine.cost import Costs
 from zcompile.machine.model import Machine, MachineInvalid
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import outlook
-from zcompile.planner.bounds import demand_of
+from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.host_step import (
     demand_on_host,
+    order_of_need,
+    reaching,
     updated_on_host,
     with_host_updates,
     without_host_updates,
@@ -142,6 +145,76 @@ def test_the_host_takes_its_time_beside_compute():
     assert taken[1] - taken[0] == pytest.approx(nbytes / 5e8 - nbytes / 1e9, rel=0.02)
 
 
+def updating(found: outlook.Evaluation, costs: Costs) -> tuple[float, float]:
+    """Seconds of all that a step computes, and of what the host computes of that."""
+    regions = [
+        (costs.region_seconds(x.region), x.region.on_host)
+        for call in found.plan.step.calls
+        for x in call.schedule.instructions
+        if isinstance(x, Run)
+    ]
+    return sum(s for s, _ in regions), sum(s for s, on_host in regions if on_host)
+
+
+@pytest.mark.parametrize("host", [1e8, 1e9])
+def test_what_the_host_computes_goes_on_beside_the_next_forward(host):
+    """A commit would wait for all of it, so that the forward begins later."""
+    found = evaluated_at(1e9)
+    homes, step = found.plan.placement.homes, found.plan.step
+    costs = terms_of(Config(device="cpu", updates="fastest"), machine(1e9, host=host)).costs()
+    committing = replace(costs, ways=replace(costs.ways, updates_end_steps=True))
+    beside, after = (simulate(step, each, homes) for each in (costs, committing))
+    assert beside.step_s < after.step_s
+    assert after.phases[Phase.STEP] >= 0.9 * updating(found, costs)[1], "some beside backward"
+    assert beside.phases[Phase.STEP] < after.phases[Phase.STEP] / 10
+    assert beside.step_s >= updating(found, costs)[1]
+    assert bounded(found, costs) <= beside.step_s * 1.0001
+    assert bounded(found, committing) <= after.step_s * 1.0001
+    assert bounded(found, costs) <= bounded(found, committing)
+
+
+def bounded(found: outlook.Evaluation, costs: Costs) -> float:
+    """The least seconds of a step at these costs, wherever the host updates."""
+    demand = demand_on_host(traced(), costs)
+    return bound(demand, costs.machine.links, reaching(found.room)).seconds
+
+
+def test_where_compute_takes_the_cores_of_the_host_one_of_them_goes_on_at_a_time():
+    found = evaluated_at(1e9)
+    costs = terms_of(Config(device="cpu", updates="fastest"), machine(1e9)).costs()
+    costs = replace(costs, ways=replace(costs.ways, asynchronous=False))
+    taken = simulate(found.plan.step, costs, found.plan.placement.homes)
+    whole, on_host = updating(found, costs)
+    assert on_host > 0
+    assert taken.step_s >= whole
+    assert bounded(found, costs) <= taken.step_s * 1.0001
+    free = replace(costs, regions={**costs.regions, **free_on_host(found)})
+    assert simulate(found.plan.step, free, found.plan.placement.homes).step_s < taken.step_s
+
+
+def free_on_host(found: outlook.Evaluation) -> dict[str, float]:
+    """Region that the host computes -> no seconds."""
+    return {
+        x.region.key: 0.0
+        for call in found.plan.step.calls
+        for x in call.schedule.instructions
+        if isinstance(x, Run) and x.region.on_host
+    }
+
+
+def test_rows_come_in_the_order_in_which_the_forward_reads_their_parameters():
+    step = evaluated_at(1e9).plan.step
+    need = order_of_need(step)
+    (forward,) = (c for c in step.calls if c.phase is Phase.FORWARD)
+    fetched = [
+        forward.entry_of(x.home)
+        for x in forward.schedule.effects
+        if x.home is not None and x.home.reads
+    ]
+    assert sorted(need, key=need.__getitem__) == list(dict.fromkeys(fetched))
+    assert evaluated_at(1e9).plan.on_host <= need.keys()
+
+
 def test_auto_keeps_the_bits_of_the_device():
     assert not evaluated_at(1e9, "auto").plan.on_host
     assert not Config(updates="auto").updates_on_host("cuda")
@@ -158,11 +231,15 @@ def test_a_host_that_computes_nothing_is_no_machine():
 
 
 def step_seconds_at(host: float) -> tuple[float, float]:
-    """Least seconds of updates: on the device alone, and with a host of that rate."""
+    """Least seconds of updates with the forward behind them: on the device alone, and with a host
+    of that rate."""
     terms = terms_of(Config(device="cpu", updates="fastest"), machine(1e9, host=host))
     costs, step = terms.costs(), traced()
-    alone = demand_of(step, costs.region_seconds, machine=costs.machine)
-    return alone.phases_s[Phase.STEP], demand_on_host(step, costs).phases_s[Phase.STEP]
+    alone = demand_of(step, costs.region_seconds, machine=costs.machine).phases_s
+    demand = demand_on_host(step, costs)
+    ((update, forward, together_s),) = demand.pairs
+    assert [demand.segments[n].phase for n in (update, forward)] == [Phase.STEP, Phase.FORWARD]
+    return alone[Phase.STEP] + alone[Phase.FORWARD], together_s
 
 
 def test_the_bound_counts_updates_as_device_and_host_share_them():

@@ -4,6 +4,7 @@ Plans that are forced to have them train beside plain PyTorch, whose bits they a
 """
 
 import gc
+import threading
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ from planned_runs import PLANNED, ids, loss_of, offloaded
 from sampled import sampled
 
 import zcompile
-from zcompile.errors import UpdateBroken
+from zcompile.errors import ParameterChanged, UpdateBroken
 from zcompile.ir import optimizer_step
 from zcompile.ir.schedule import Run
 from zcompile.ir.types import EntryKind
@@ -25,6 +26,7 @@ from zcompile.runtime import relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
+from zcompile.runtime.transfer.host_work import HostUse, HostWork
 
 
 @pytest.fixture(autouse=True)
@@ -196,17 +198,18 @@ def test_entries_that_lie_in_several_blocks(monkeypatch):
 
     monkeypatch.setattr(host_tier.HostTier, "__init__", in_blocks)
     lent = []
-    lend = HostWalk.lend
+    lend = HostUse.lend
 
-    def lends(self, borrow):
-        lend(self, borrow)
-        lent.append(len(self._lent[borrow.register][1].parts))
+    def lends(self):
+        made = lend(self)
+        lent.append(len(made.parts))
+        return made
 
-    monkeypatch.setattr(HostWalk, "lend", lends)
+    monkeypatch.setattr(HostUse, "lend", lends)
     with trained_pair(adamw) as pair:
         pair.step(2)
-        assert max(lent) > 1
         assert pair.equal()
+        assert max(lent) > 1
 
 
 @pytest.mark.slow
@@ -249,16 +252,15 @@ def test_the_budgets_hold():
 
 
 def test_a_row_that_fails_names_its_parameter(monkeypatch):
-    """From then on its update is refused; those before it are done, those behind it are not."""
+    """It fails when its step is over: whoever uses its parameter or states is told, the others are
+    updated."""
     with trained_pair(adamw) as pair:
         failing = []
         compute = HostWalk.compute
 
         def fails(self, run, values):
             if len(failing) == 1:
-                broken = Run(fail_region(run.region), run.inputs, run.outputs)
-                failing.append(run)
-                compute(self, broken, values)
+                run = Run(fail_region(run.region), run.inputs, run.outputs)
             failing.append(run)
             compute(self, run, values)
 
@@ -270,15 +272,31 @@ def test_a_row_that_fails_names_its_parameter(monkeypatch):
 
         loss_of(pair.compiled, ids(70)).backward()
         monkeypatch.setattr(HostWalk, "compute", fails)
-        with pytest.raises(UpdateBroken, match="out of luck") as caught:
-            pair.optimizers[1].step()
+        loss_of(pair.plain, ids(70)).backward()
+        for optimizer in pair.optimizers:
+            optimizer.step()
         monkeypatch.undo()
-        names = dict(pair.model.named_parameters())
-        assert caught.value.name in names
-        with pytest.raises(UpdateBroken, match=caught.value.name):
-            names[caught.value.name].on_host()
-        others = [p for name, p in names.items() if name != caught.value.name]
-        assert all(torch.isfinite(p.on_host()).all() for p in others)
+        refused = {}
+        for name, param in pair.model.named_parameters():
+            try:
+                value = param.on_host()
+            except UpdateBroken as error:
+                refused[name] = error
+                continue
+            assert torch.equal(value, pair.plain.get_parameter(name))
+        ((name, error),) = refused.items()
+        assert error.name == name
+        assert f"{name!r} by optimizer step {pair.number}" in str(error)
+        assert "out of luck" in str(error)
+        param = pair.model.get_parameter(name)
+        for state in ("exp_avg", "exp_avg_sq"):
+            with pytest.raises(UpdateBroken, match=name):
+                pair.optimizers[1].state[param][state].on_host()
+        assert torch.isfinite(param.grad.on_host()).all()
+        with pytest.raises(UpdateBroken, match=name):
+            loss_of(pair.compiled, ids(71))
+        with pytest.raises(UpdateBroken, match=name):
+            pair.optimizers[1].step()
 
 
 @pytest.mark.parametrize("chunk", sampled([0, 1], 0))
@@ -317,6 +335,32 @@ def test_a_row_of_which_a_chunk_was_written_breaks_off_wherever_the_call_fails(m
             assert not isinstance(caught.value, UpdateBroken)
             assert torch.isfinite(param.on_host()).all()
             assert torch.isfinite(state.on_host()).all()
+
+
+def test_a_store_is_closed_while_a_row_is_computed(monkeypatch):
+    """It is waited for; those behind it are not computed, and whoever asks is told why."""
+    begun, go, ran, run = threading.Event(), threading.Event(), [], HostWork.run
+
+    def waits(work, cores):
+        begun.set()
+        go.wait()
+        ran.append(work)
+        run(work, cores)
+
+    with trained_pair(adamw) as made:
+        made.session.drain()
+        monkeypatch.setattr(HostWork, "run", waits)
+        made.step()
+        begun.wait()
+        param = next(iter(made.model.parameters()))
+        closing = threading.Thread(target=zcompile.close, args=(made.model,))
+        closing.start()
+        go.set()
+        closing.join()
+        assert not any(thread.name.startswith("zinf-update") for thread in threading.enumerate())
+        assert made.session.is_idle()
+        with pytest.raises(ParameterChanged, match="closed"):
+            param.on_host()
 
 
 @pytest.mark.slow

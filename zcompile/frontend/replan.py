@@ -34,7 +34,7 @@ from zcompile.ir.step import StepCall, StepTrace, joined, without_dead_entries
 from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
-from zcompile.planner.host_step import without_host_updates
+from zcompile.planner.host_step import order_of_need, without_host_updates
 from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
@@ -441,7 +441,7 @@ class StepController(Rescheduling):
         self.plan, self._predicted = plan, None
         self._narrow_serials = frozenset(made.serial for made in plan.reads.values())
         session.late.want(plan.late)
-        session.host_updates.want(plan.on_host)
+        session.host_updates.want(plan.on_host, order_of_need(plan.step))
         session.stream_through(plan.arena.depth, plan.arena.scratch)
         session.homes.expect_results(plan.result_bytes)
         session.homes.plan_device(
@@ -597,7 +597,10 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
     if plan.late:
         told.append(f"{len(plan.late)} parameters are updated in the next forward")
     if plan.on_host:
-        told.append(f"{len(plan.on_host)} parameters are updated by the host, where they rest")
+        told.append(
+            f"{len(plan.on_host)} parameters are updated by the host, where they rest, beside the "
+            "next forward"
+        )
     binding = plan.placement.binding
     by = set(binding.values())
     each = by if len(by) == 1 else (f"{link} in {phase.value}" for phase, link in binding.items())

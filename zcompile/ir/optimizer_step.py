@@ -449,7 +449,7 @@ class _Builder:
             return
         registers = [self._operand(chunk, n) for n in range(len(chunk.fetches))]
         region = chunk_region(self._name, chunk.row, chunk.first, chunk.last)
-        if chunk.row.on_host:  # it is over before the host goes on: nothing waits for it
+        if chunk.row.on_host:  # whoever uses its operands waits for it: no ticket does
             self.instructions.append(Run(region, (*registers, *chunk.row.plains), ()))
             return
         done = self._ticket()

@@ -62,6 +62,8 @@ class TransferModes:
     chunk_bytes     of the staging ring, for all other bytes between disk and device
     ring_bytes      of all its chunks
     backlog_bytes   most bytes of gradients in flight, before the next waits for one to arrive
+    updates_end_steps  what the host computes of an optimizer's step is over when that ends, since a
+                       commit writes it
     """
 
     asynchronous: bool = False
@@ -71,6 +73,7 @@ class TransferModes:
     chunk_bytes: int = 4 * MiB
     ring_bytes: int = 256 * MiB
     backlog_bytes: int = 256 * MiB
+    updates_end_steps: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ device's (the CPU optimizer of ZeRO-Offload, arXiv 2101.06840, and ZeRO-Infinity
 
 Source of the rule which rows may be computed so: all that such a row reads and writes are the
 parameter, its gradient, its states, and a low-precision copy of it (`ir/late_updates.py`).
+
+The step does not wait for the host: rows go on beside the next forward, in the order in which that
+reads their parameters, and its fetch of each waits for its row.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -91,41 +94,80 @@ def updated_on_host(step: StepTrace, homes: Mapping[EntryRef, str]) -> frozenset
     return frozenset(found)
 
 
+def order_of_need(step: StepTrace) -> Mapping[EntryRef, int]:
+    """Parameter -> its place in the order in which the forwards of a step come to read them first:
+    the host updates them in this order."""
+    found: dict[EntryRef, int] = {}
+    for call in step.calls:
+        if call.phase is Phase.FORWARD:
+            for x in call.schedule.effects:
+                if x.home is not None and x.home.reads and not x.is_gradient:
+                    found.setdefault(call.entry_of(x.home), len(found))
+    return found
+
+
 # --- Bounds ---
 
 
 def demand_on_host(step: StepTrace, costs: Costs) -> Demand:
-    """What a step needs, whatever the host updates: where it computes beside the device, an
-    optimizer's segment takes what the two take together at least."""
+    """What a step needs, whatever the host updates, which goes on beside the next forward.
+
+    An optimizer's segment computes what the device must. It and the forward behind it take together
+    at least what device and host take for both; where they are the same cores, the sum. Where a
+    commit ends a step, the segment takes that alone.
+    """
     demand = demand_of(step, costs.region_seconds, machine=costs.machine)
-    if not costs.ways.asynchronous:
+    ways = costs.ways
+    if not ways.asynchronous and ways.updates_end_steps:
         return demand
     marked = with_host_updates(step) or step
-    segments = []
-    for segment, (phase, calls) in zip(
-        demand.segments, groupby(marked.calls, key=lambda call: call.phase), strict=True
-    ):
-        if phase is Phase.STEP:
-            segment = replace(segment, compute_s=_together_s(segment.compute_s, calls, costs))
-        segments.append(segment)
-    return replace(demand, segments=tuple(segments))
+    segments, pairs = list(demand.segments), []
+    grouped = groupby(marked.calls, key=lambda call: call.phase)
+    for n, (phase, calls) in enumerate(grouped):
+        if phase is not Phase.STEP:
+            continue
+        segment, rows = segments[n], _either(calls, costs)
+        after = (n + 1) % len(segments)
+        if ways.updates_end_steps:
+            segments[n] = replace(segment, compute_s=_together_s(segment.compute_s, rows))
+            continue
+        alone_s = max(0.0, segment.compute_s - sum(here_s for here_s, _ in rows))
+        segments[n] = replace(segment, compute_s=alone_s)
+        if demand.segments[after].phase is Phase.FORWARD:
+            both_s = segment.compute_s + demand.segments[after].compute_s
+            if ways.asynchronous:
+                both_s = _together_s(both_s, rows)
+            else:
+                both_s -= sum(max(0.0, here_s - there_s) for here_s, there_s in rows)
+            pairs.append((n, after, both_s))
+    return replace(demand, segments=tuple(segments), pairs=tuple(pairs))
 
 
-def _together_s(device_s: float, calls: Iterable[StepCall], costs: Costs) -> float:
-    """Lower bound, in seconds, on the updates of calls whose rows are marked, shared between device
-    and host.
+def _either(calls: Iterable[StepCall], costs: Costs) -> list[tuple[float, float]]:
+    """Of each row that the host may compute: seconds of the device for it, and of the host."""
+    either = []
+    for call in calls:
+        for row in call.schedule.rows:
+            if row.on_host:
+                here, there = replace(row, on_host=False), row.resting_on_host()
+                name, numel = call.schedule.name, row.numel
+                here_s, there_s = (
+                    costs.region_seconds(chunk_region(name, way, 0, numel)) for way in (here, there)
+                )
+                either.append((here_s, there_s))
+    return either
+
+
+def _together_s(device_s: float, either: Sequence[tuple[float, float]]) -> float:
+    """Lower bound, in seconds, on what the device computes in `device_s`, rows that it may share
+    with the host among it.
 
     The device needs `device_s` less the seconds of what the host computes, and the host the seconds
     of that. Rows may be shared in any parts; the longer of the two is least where the host takes
     those rows first that the device needs longest for, by the host's seconds.
+
+    either  as of `_either`
     """
-    rows = [(call.schedule.name, row) for call in calls for row in call.schedule.rows]
-    either = []
-    for name, row in rows:
-        if row.on_host:
-            here, there = replace(row, on_host=False), row.resting_on_host()
-            regions = [chunk_region(name, way, 0, row.numel) for way in (here, there)]
-            either.append(tuple(map(costs.region_seconds, regions)))
     host_s = 0.0
     for here_s, there_s in sorted(either, key=lambda row: row[1] / max(row[0], 1e-12)):
         if host_s + there_s >= device_s - here_s:

@@ -10,6 +10,7 @@ Without torch, as `zinf plan transformer:...` is; `paths.py` says what instructi
 links.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class SimTransfer:
 
     over_after   number of links until its memory on the device is free, or filled
     seconds      its duration, if it is compute; None: it has bytes
+    urgency      of what waits for a lane of tasks, the least comes first
     adds         it is added to the bytes at home: on the host, half of each buffer for either
     disk_nbytes  bytes that a disk moves for it: whole blocks; of a collective, those that come to
                  this rank, where `nbytes` are those that take the time
@@ -59,6 +61,7 @@ class SimTransfer:
     route: Sequence[Link | TaskLane] = ()
     over_after: int = 0
     seconds: float | None = None
+    urgency: int = 0
     adds: bool = False
     disk_nbytes: int = 0
     unseen: str | None = None
@@ -95,6 +98,12 @@ class SimTransfer:
         return self.over_after == len(self.route) and not self.adds
 
 
+CORES, HOST = "cores", "host"
+"""Lanes of compute: of regions, where they take the host's cores; of what the host computes
+beside them. The latter gives way where both are one."""
+LAST = ("disk_write", HOST)
+"""Links, and lanes, that come last where several take turns."""
+
 RING_BLOCK = 4 * KiB
 """Block size of the staging ring, as `runtime/transfer/staging.py` hands out buffers."""
 MOST_PIECES = 4
@@ -120,6 +129,10 @@ class _Piece:
     pool: "_Pool | None" = None
     ring_bytes: int = 0
     at: int = 0
+
+
+def _urgency(piece: _Piece) -> int:
+    return piece.transfer.urgency
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +277,7 @@ class LinkSimulator:
             made = []
             for link in route:
                 turns = self._turns[link.name]
-                queue = turns.then if link.name == "disk_write" else turns.first
+                queue = turns.then if link.name in LAST else turns.first
                 made.append((turns, queue, link.bytes_per_s, link.latency_s))
             # The route is kept, so that no other can have its id.
             found = self._queues[id(route)] = route, tuple(made)
@@ -301,7 +314,9 @@ class LinkSimulator:
         turns, queue, _, _ = piece.queues[piece.at]
         if piece.last and piece.at + 1 == piece.transfer.over_after:
             piece.transfer.queued_s = self.now
-        if turns.busy:
+        if turns.busy and piece.transfer.seconds is not None:
+            insort(queue, piece, key=_urgency)
+        elif turns.busy:
             queue.append(piece)
         else:
             turns.busy = True
@@ -377,10 +392,10 @@ class Carried:
 
 
 class RecordingLinkSimulator(LinkSimulator):
-    """A `LinkSimulator` that remembers what each link carried. Those of `links` carry bytes."""
+    """A `LinkSimulator` that remembers what each link carried that carries bytes."""
 
     def __init__(
-        self, links: Mapping[str, Link], chunk_bytes: int = 1, ring_bytes: int = 1
+        self, links: Mapping[str, Link | TaskLane], chunk_bytes: int = 1, ring_bytes: int = 1
     ) -> None:
         super().__init__(links, chunk_bytes, ring_bytes)
         self.carried: list[Carried] = []
@@ -388,5 +403,7 @@ class RecordingLinkSimulator(LinkSimulator):
     def _carry(self, piece: _Piece) -> None:
         link, nbytes, begin_s = piece.transfer.route[piece.at].name, piece.nbytes, self.now
         super()._carry(piece)
+        if piece.transfer.seconds is not None:
+            return
         end_s = begin_s + nbytes / piece.queues[piece.at][2]
         self.carried.append(Carried(piece.transfer, link, int(nbytes), begin_s, end_s))

@@ -14,7 +14,8 @@ is given more than it has.
 
 Of the bytes that the optimizer's step writes to disk, as many as the staging ring holds may be
 written while the next forward and backward compute: L_p seconds of it count in p and not in the
-step.
+step. Of the updates that the host computes, U seconds go on beside the next forward, as long as
+that takes at most.
 
 Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
 section 4); that a pinned set is optimal for a cyclic scan is Belady's argument.
@@ -244,12 +245,15 @@ def evaluate(
 ) -> tuple[float, Mapping[Phase, str]]:
     """Seconds of a step under `homes`, and the lane or "compute" that binds in each phase."""
     found = lane_seconds(groups, homes, links)
-    seconds, binding = 0.0, {}
-    for phase in dict.fromkeys((*compute_seconds, *found)):
+    binding, taken = {}, dict[Phase, float]()
+    phases = dict.fromkeys((*compute_seconds, *found))
+    for phase in sorted(phases, key=lambda phase: phase is Phase.STEP):
         lanes = {"compute": compute_seconds.get(phase, 0.0), **found.get(phase, {})}
+        if phase is Phase.STEP and HOST in lanes:  # which goes on beside the next forward
+            lanes[HOST] = max(0.0, lanes[HOST] - taken.get(Phase.FORWARD, 0.0))
         binding[phase] = max(lanes, key=lambda lane: lanes[lane])
-        seconds += lanes[binding[phase]]
-    return seconds, binding
+        taken[phase] = lanes[binding[phase]]
+    return sum(taken.values()), {phase: binding[phase] for phase in phases}
 
 
 def with_late_writes(
@@ -388,8 +392,14 @@ def _lanes_fit(
 ) -> None:
     """Constrain each lane in phase p to T_p seconds.
 
-    Of writes to the disk L_p seconds are not of the step that wrote it, and count in p.
+    Of writes to the disk L_p seconds are not of the step that wrote it, and count in p; of what the
+    host computes, U seconds, which go on beside the next forward.
     """
+    beside = Phase.FORWARD in phases and any(
+        (Phase.STEP, HOST) in loads for g in groups for loads in g.loads.values()
+    )
+    if beside:
+        program.at_most(0.0, (program.column("U"), 1.0), (("T", Phase.FORWARD), -1.0))
     for phase in phases:
         for lane in (*dict.fromkeys(link.lane for link in links.values()), HOST):
             busy = [
@@ -404,6 +414,8 @@ def _lanes_fit(
                     late = [(("L", p), -1.0) for p in phases]
                 else:
                     late = [(("L", phase), 1.0)]
+            if beside and lane == HOST and phase is Phase.STEP:
+                late = [("U", -1.0)]
             if busy or late:
                 program.at_most(0.0, *busy, (("T", phase), -1.0), *late)
 

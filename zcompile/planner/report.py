@@ -355,7 +355,7 @@ def _memory(report: Report) -> Iterator[str]:
     if report.host_parameters:
         yield (
             f"{report.host_parameters} parameters are updated by the host, where they rest with "
-            "gradients and states"
+            "gradients and states, beside the forward behind the optimizer's step"
         )
     if report.whole_parameters:
         yield (

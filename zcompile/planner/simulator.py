@@ -24,6 +24,7 @@ from zcompile.ir.effects import (
     Effects,
     HomeAccess,
     Instruction,
+    Register,
     Slot,
     Ticket,
 )
@@ -31,7 +32,15 @@ from zcompile.ir.step import Moment, Passage, StepCall, StepTrace, Timeline
 from zcompile.ir.types import EntryRef, Phase, aligned
 from zcompile.machine.cost import Costs
 from zcompile.memory.step_footprint import StepFootprint
-from zcompile.planner.links import LinkSimulator, RecordingLinkSimulator, SimTransfer
+from zcompile.planner.host_step import order_of_need
+from zcompile.planner.links import (
+    CORES,
+    HOST,
+    LinkSimulator,
+    RecordingLinkSimulator,
+    SimTransfer,
+    TaskLane,
+)
 from zcompile.planner.paths import LinkPaths
 
 
@@ -120,6 +129,8 @@ class WaitBetween(NamedTuple):
         return max(0.0, self.end_s - later(self.before, self.begin_s))
 
 
+_Use = tuple[EntryRef, int, int, bool]
+"""Bytes [begin, end) of an entry that the host computes with: (entry, begin, end, writes)."""
 _Row = tuple[int, int, bool, SimTransfer]
 """A transfer in flight: (begin, end, writes, transfer) on bytes [begin, end) of an entry."""
 
@@ -218,7 +229,20 @@ class SimulatedSteps:
         self._routes = LinkPaths(step, costs, homes)
         ways = costs.ways
         simulator = RecordingLinkSimulator if tells else LinkSimulator
-        self._traffic = simulator(costs.machine.links, ways.chunk_bytes, ways.ring_bytes)
+        every = (x for call in step.calls for x in call.schedule.effects)
+        updates = any(x.on_host for x in every)
+        # Where compute takes the host's cores, it and what the host computes beside take turns.
+        shares = updates and not self._asynchronous
+        self._cores = (TaskLane(CORES),) if shares else ()
+        self._on_host = (TaskLane(HOST, shares=CORES if shares else None),) if updates else ()
+        lanes = {lane.name: lane for lane in (*self._cores, *self._on_host)}
+        links = {**costs.machine.links, **lanes}
+        self._traffic = simulator(links, ways.chunk_bytes, ways.ring_bytes)
+        self._need = order_of_need(step) if updates else {}
+        self._lent: dict[Register, _Use] = {}
+        """What the host is to compute with next."""
+        self._updating: list[SimTransfer] = []
+        """What it computes, or will."""
         self._sent_of: dict[SimTransfer, str] = {}
         """The name of what each transfer moves, if instructions are remembered."""
         self._collectives: dict[str, SimTransfer] = {}
@@ -349,6 +373,9 @@ class SimulatedSteps:
                 )
             for fetch in starts.get(index, ()):
                 self._bring(then or call, fetch.effects, self._given, self._compute)
+        if call.phase is Phase.STEP and self._costs.ways.updates_end_steps:
+            self._wait_between(partial(self._await, self._updating))
+        self._updating = [task for task in self._updating if task.over_s is None]
         self._taken -= results
         after = self._calls[(number + 1) % len(self._calls)].phase
         self._wait_between(partial(self._join, self._held.end(after)))
@@ -356,12 +383,13 @@ class SimulatedSteps:
     def _act(self, x: Effects) -> ComputeTask | None:
         """Walk an instruction of the compute stream; returns the compute that it starts."""
         task, region = None, x.region
+        if x.on_host:
+            self._update(x)
+            return None
         if x.home is not None:
             self._await_home(x.home)
         if region is not None:
             after, since = [self._done[ticket] for ticket in x.after], self._host
-            if self._asynchronous and x.on_host:
-                return self._work_of_host(self._costs.region_seconds(region))
             if self._asynchronous:
                 self._until_enqueued(after)
             task = self._work(self._costs.region_seconds(region), *after)._replace(issued_s=since)
@@ -409,7 +437,8 @@ class SimulatedSteps:
 
     def _work(self, seconds: float, *after: SimTransfer) -> ComputeTask:
         """Let compute go on for so many seconds, after all before it and `after`."""
-        task = SimTransfer(0, seconds=seconds)
+        cores = self._cores if seconds else ()
+        task = SimTransfer(0, cores, len(cores), seconds=seconds)
         before, self._compute = self._compute, task
         issued = self._host
         self._traffic.advance(self._host)
@@ -418,13 +447,30 @@ class SimulatedSteps:
             self._host = self._traffic.until(task, "over_s")
         return ComputeTask(before, issued, task)
 
-    def _work_of_host(self, seconds: float) -> ComputeTask:
-        """Let the host compute for so many seconds, beside compute, and go on afterwards."""
-        task, issued = SimTransfer(0, seconds=seconds), self._host
+    def _update(self, x: Effects) -> None:
+        """Lend the host bytes of an entry, or have it compute with what it was lent, which is in
+        flight on those entries from here on as a transfer is."""
+        if x.region is None:
+            assert x.home is not None, "it is lent bytes of an entry"
+            use = self._call.entry_of(x.home), x.home.begin, x.home.end, x.home.writes
+            self._lent |= dict.fromkeys(x.defines, use)
+            self._issue(x)
+            return
+        uses = [self._lent.pop(register) for register in x.reads if register in self._lent]
+        before = [task for use in uses for task in self._in_flight.blockers(*use)]
+        places = [self._need[use[0]] for use in uses if use[0] in self._need]
+        seconds, urgency = (
+            self._costs.region_seconds(x.region),
+            min(places, default=len(self._need)),
+        )
+        task = SimTransfer(0, self._on_host, 1, seconds=seconds, urgency=urgency)
         self._traffic.advance(self._host)
-        self._traffic.start(task, self._host, ())
-        self._host = self._traffic.until(task, "over_s")
-        return ComputeTask(self._compute, issued, task)
+        self._traffic.start(task, self._host, (), dict.fromkeys(before))
+        for use in uses:
+            self._in_flight.start(*use, task)
+        self._updating.append(task)
+        if self._asynchronous:
+            self._host += self._costs.launch_seconds(x.region)
 
     def _await_home(self, home: HomeAccess) -> None:
         """Let the host wait until no transfer uses bytes of an entry that compute is to use.

@@ -47,10 +47,11 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.torch_compat import is_profiling, materialised
 from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
+from zcompile.runtime.device.cores import Cores
 from zcompile.runtime.foresight import Foresight, wait_quietly
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
-from zcompile.runtime.host_updates import HostWalk
+from zcompile.runtime.host_updates import HostUpdates, HostWalk
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
@@ -208,6 +209,7 @@ class Executor:
     make_room  called before a call, with the bytes that will be live outside the arena then
     make_copy  casts the bytes of an entry into those of its copy
     late       the updates that wait for a forward
+    on_host    those that the host computes
     """
 
     def __init__(
@@ -220,16 +222,17 @@ class Executor:
         make_room: Callable[[int, Schedule], None],
         make_copy: MakeCopy,
         late: LateUpdates,
+        on_host: HostUpdates,
     ) -> None:
         self.store = store
-        self.late = late
+        self.late, self.on_host = late, on_host
         self.gradients = gradients
         self.in_flight, self.live_memory = in_flight, live_memory
         self._policy, self._make_room, self._make_copy = policy, make_room, make_copy
         self.foresight = Foresight(store)
         self.clocks = Clocks(
             store.device,
-            lambda: store._backlog.waited_s + in_flight.waited_s,
+            lambda: store._backlog.waited_s + in_flight.waited_s + _waited_for(store.device.cores),
             store.meter.traffic,
             store.is_idle,
             store.meter.crests,
@@ -456,6 +459,11 @@ class Executor:
         return others
 
 
+def _waited_for(cores: Cores | None) -> float:
+    """Seconds that calls have waited for work of the host."""
+    return 0.0 if cores is None else cores.waited_s
+
+
 def _is_tiered(value: Any) -> bool:
     """Whether a value is a tiered tensor."""
     return type(value) is not Tensor and hasattr(value, "entry_layout")
@@ -518,7 +526,12 @@ class _Call:
         self.widened: set[EntryIndex] | None = None
         """Entries whose gradients, narrow as they are made, are exchanged in their own dtype, since
         a rank has hooks of them; None: that was not looked at yet."""
-        self.host = HostWalk(executor.store, entries, executor.late)
+        took = executor.clocks.hears_of(schedule)
+        self.host = HostWalk(executor.store, entries, executor.late, executor.on_host, took)
+        self.cores = None
+        """Those that compute shares with the host's updates, where there may be any."""
+        if executor.on_host.wanted and not schedule.gathers_inside:
+            self.cores = executor.store.device.cores
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -630,7 +643,15 @@ class _Call:
             self.host.compute(run, self.values)
             return
         targets = self.gradients.on_device.targets(run.into, self.leaves)
-        compute(run, self.values, targets)
+        if self.cores is None:
+            compute(run, self.values, targets)
+        else:
+            if not self.cores.take_at_once():
+                self._count_stall(self.cores.take)
+            try:
+                compute(run, self.values, targets)
+            finally:
+                self.cores.give_back()
         self.held.ran(run, self.values, bool(targets))
         if run.ticket is not None:
             self.tickets[run.ticket] = self.store.device.mark()

@@ -285,6 +285,11 @@ class LateUpdates:
         return any(group.alone_keeps(entry) for group in self._waiting)
 
     @property
+    def steps(self) -> int:
+        """Number of steps of optimizers before this one."""
+        return self._steps
+
+    @property
     def rows(self) -> int:
         """Number of updates that wait."""
         return sum(len(group.rows) for group in self._waiting)

@@ -27,6 +27,7 @@ from zcompile.runtime.meter import Meter
 from zcompile.runtime.tiers.base import TierIO
 from zcompile.runtime.tiers.disk import DiskTier
 from zcompile.runtime.tiers.host import HostTier
+from zcompile.runtime.transfer.host_work import HostLane
 from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Workers
@@ -41,6 +42,7 @@ class Resources:
     """Everything that a store runs on.
 
     tiers          in the order in which entries are offered to them
+    host_lane      computes where entries rest
     backlog_bytes  the most bytes of gradients in flight
     system         makes all calls on files
     """
@@ -52,6 +54,7 @@ class Resources:
     mover: TransferQueue
     context: TransferContext
     tiers: tuple[TierIO, ...]
+    host_lane: HostLane
     system: SystemCalls = KERNEL
 
     @property
@@ -85,11 +88,12 @@ def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -
         for tier in tiers:
             undo.callback(tier.close)
         context = TransferContext(device, ring, Workers("zinf-add", 1, mover.abandon))
+        lane = HostLane(device.cores, mover.abandon)
         undo.pop_all()
     meter.planned_host.change(size.nbytes)
     backlog = backlog_bytes(host_budget, straight)
     return Resources(
-        os.getpid(), device_budget, host_budget, backlog, mover, context, tiers, system
+        os.getpid(), device_budget, host_budget, backlog, mover, context, tiers, lane, system
     )
 
 
@@ -101,6 +105,7 @@ def close_resources(resources: Resources) -> None:
     resources.mover.close(error)
     resources.context.device.close()
     resources.context.adder.stop()
+    resources.host_lane.stop()
     for tier in resources.tiers:
         tier.close()
     resources.mover.abandon(error)

@@ -407,6 +407,8 @@ FIRST = 8
 """Walks of a schedule that are all timed."""
 EVERY = 16
 """Of later walks one in so many is timed."""
+MOST_UNHEARD = 4096
+"""Regions that the host has computed of late, and that nobody has looked at."""
 STEPS = 16
 """Steps over which the links are measured: with a quarter for each, those before count for a
 hundredth."""
@@ -509,6 +511,8 @@ class Clocks:
         """Keys of `_issues` whose instructions may have to wait for a transfer."""
         self._gaps = Samples()
         self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
+        self._unheard: deque[tuple[Region, float, bool]] = deque(maxlen=MOST_UNHEARD)
+        """What the host has computed beside calls, as its thread tells."""
         self._last: tuple[str, float] | None = None
         self._is_aside = False
         self._step_began: float | None = None
@@ -600,6 +604,8 @@ class Clocks:
         while self._unread:
             region, begin, end, cold = self._unread.popleft()
             self._ran(region, begin.until(end), cold)
+        for region, seconds, cold in [self._unheard.popleft() for _ in range(len(self._unheard))]:
+            self._ran(region, seconds, cold)
         for nbytes, busy_s in self._rates:
             machine = remeasured(machine, nbytes, busy_s)
         regions = self._regions.means()
@@ -617,6 +623,17 @@ class Clocks:
             gaps=self._gaps.medians(),
             idle=self._regions.leasts() | self._idle_regions.means(),
         )
+
+    def hears_of(self, schedule: Schedule) -> Callable[[Region, float], None]:
+        """A walk begins: returns what is told of the seconds of regions that the host computes
+        beside it, by any thread."""
+        cold = self._walks.get(schedule.serial, 0) == 0
+        unheard = self._unheard
+
+        def took(region: Region, seconds: float) -> None:
+            unheard.append((region, seconds, cold))
+
+        return took
 
     def _measure_links(self) -> None:
         """A step is over: what each link moved in it, and how long it took."""
@@ -671,7 +688,10 @@ class Clocks:
         for index, x in enumerate(schedule.effects):
             seconds = ends[index] - begins[index]
             if x.region is not None:
-                if self._stamp is None or x.on_host:
+                if x.on_host:
+                    self._launches.share(x.region, seconds, cold)
+                elif self._stamp is None:
+                    seconds -= waits.get(index, 0.0)
                     self._ran(x.region, seconds, cold)
                     if index in idle:
                         self._idle_regions.share(x.region, seconds, cold)

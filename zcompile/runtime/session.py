@@ -376,6 +376,7 @@ class Session(Store):
             self._make_room,
             others.make_copy,
             self.late,
+            self.host_updates,
         )
         if self.controller.records:
             self.executor.recorder.start()
@@ -606,6 +607,7 @@ class Session(Store):
             chunk_bytes=ring.chunk_bytes,
             ring_bytes=ring.nbytes,
             backlog_bytes=self._backlog.most_bytes,
+            updates_end_steps=self.commit_log is not None,
         )
 
     @property

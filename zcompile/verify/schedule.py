@@ -22,8 +22,9 @@ What the runtime promises beyond the list:
     collectives of one kind are carried out one after the other, in the order of their submission
     transfers of the same bytes of an entry take effect at home in the order of their submission,
     and a borrow waits for those before it
-    what the host computes is over before the next instruction is walked; it has plain values of the
-    call in its own memory
+    what the host computes is in flight on the bytes that it was lent, as a transfer of them that
+    was submitted then: it takes effect in that order, though the next instruction is walked
+    meanwhile; it has plain values of the call in its own memory, as they were
 
 That the memory of a gradient that stays is its own is read off its level (`memory/footprint.py`);
 the runtime checks its bytes and strides once more before it keeps it.

@@ -24,6 +24,7 @@ from zcompile.runtime.device.base import CopyListener, Direction
 from zcompile.runtime.meter import Gauge, Meter, Stamp
 from zcompile.runtime.open import Resources
 from zcompile.runtime.tiers.base import Buffer, Extent, FileRange
+from zcompile.runtime.transfer.host_work import HostLane
 from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.staging import Staging
 from zcompile.runtime.transfer.ticket import Promise, Ready, Ticket, Workers
@@ -115,6 +116,7 @@ class DryRunDevice:
     """
 
     streams = None
+    cores = None
 
     def __init__(self, chunk_bytes: int, emulates: bool, torch_device: torch.device = CPU) -> None:
         self.torch_device = torch_device
@@ -232,7 +234,10 @@ def open_dry_run(
     tiers = [DryRunTier("host", in_memory=True, in_use=meter.host)]
     if has_disk:
         tiers.append(DryRunTier("disk", in_memory=False, in_use=meter.disk))
-    return Resources(os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, tuple(tiers))
+    lane = HostLane(None, mover.abandon)
+    return Resources(
+        os.getpid(), device_bytes, NO_LIMIT, size.nbytes, mover, means, tuple(tiers), lane
+    )
 
 
 def _land(listener: CopyListener) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.ties import Watch
+from zcompile.runtime.device.cores import Cores
 from zcompile.runtime.meter import Stamp
 from zcompile.runtime.transfer.ticket import Ticket
 
@@ -95,6 +96,10 @@ class Device(Protocol):
     """Whether compute may touch host memory, and no throttled link must show between them."""
     chunk_bytes: int
     """The most bytes per operand and chunk of an optimizer's step."""
+
+    @property
+    def cores(self) -> Cores | None:
+        """Those of the host, if compute takes them; None: the device has its own."""
 
     @property
     def streams(self) -> CopyStreams | None:

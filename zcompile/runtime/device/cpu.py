@@ -22,6 +22,7 @@ from zcompile.errors import DeviceTooSmall
 from zcompile.ir.ties import Watch
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
+from zcompile.runtime.device.cores import Cores
 from zcompile.runtime.device.pages import (
     clear_bytes,
     copy_bytes,
@@ -54,6 +55,7 @@ class CpuDevice:
     ) -> None:
         give_back_freed_blocks()  # the activations of this device lie in malloc's heap
         self._meter = meter
+        self.cores = Cores()
         self.reaches_host = not {"h2d", "d2h"} & throttle.keys()
         self._throttles = {link: Throttle(throttle.get(link)) for link in ("h2d", "d2h")}
         self._workers = start_workers(

@@ -49,6 +49,7 @@ class CudaDevice:
     """
 
     reaches_host = False
+    cores = None
     chunk_bytes = 32 * MiB
     """Starting a transfer costs 40 to 50 us of Python on either side, and what CUDA takes; at the
     50 GB/s of a PCIe 5 link 32 MiB takes 0.6 ms, so that the link and not the interpreter sets the

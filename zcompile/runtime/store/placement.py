@@ -13,6 +13,7 @@ from zcompile.ir.units import show_size
 from zcompile.runtime.meter import Gauge, Meter
 from zcompile.runtime.tiers.base import Compacting, Extent, Place, TierIO
 from zcompile.runtime.tiers.device import DeviceTier, HeldTier
+from zcompile.runtime.transfer.ticket import Promise
 
 STATES = 2
 """Of a weight, that an optimizer is taken to keep where none was seen yet."""
@@ -123,8 +124,12 @@ class Tiers:
         return {name: capacity - used for name, used, capacity in rows}
 
     def left(self, place: Place, kind: EntryKind) -> None:
-        """The entry that has `place` is dead."""
-        self._account(place.tier, kind, place.extent, -1)
+        """The entry that has `place` is dead.
+
+        It makes room at once for what is decided; what the host has still to compute with it holds
+        its bytes until then, and they are counted so.
+        """
+        self._account(place.tier, kind, place.extent, -1, place.host_uses_over())
 
     def move(self, place: Place, ref: EntryRef, kind: EntryKind, home: str) -> TierIO | None:
         """Let `place`, of the entry `ref`, be on the tier `home` from here on, blank.
@@ -187,13 +192,26 @@ class Tiers:
             return self._tiers
         return (*others, host)
 
-    def _account(self, tier: TierIO, kind: EntryKind, extent: Extent, sign: int) -> None:
-        """Count an extent that was reserved (sign 1) or released (-1)."""
+    def _account(
+        self,
+        tier: TierIO,
+        kind: EntryKind,
+        extent: Extent,
+        sign: int,
+        since: Promise | None = None,
+    ) -> None:
+        """Count an extent that was reserved (sign 1) or released (-1).
+
+        since  its bytes count as used until then; None: it is so now
+        """
         if tier.on_device:
             return
         on_host = tier.name == "host"
         planned: Gauge = self._meter.planned_host if on_host else self._meter.planned_disk
-        planned.change(sign * extent.nbytes)
+        if since is None:
+            planned.change(sign * extent.nbytes)
+        else:
+            since.then(lambda _: planned.change(sign * extent.nbytes))
         self._host_bytes += sign * extent.nbytes * on_host
         if on_host and kind is EntryKind.GRAD:
             self._gradient_bytes += sign * extent.nbytes

@@ -17,7 +17,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from operator import attrgetter, is_
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -35,7 +34,7 @@ from zcompile.ir.types import EntryKind, EntryRef, EntryRole, Layout
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.closing import Closing, wait_for_dead_stores
 from zcompile.runtime.device.arena import Arena
-from zcompile.runtime.device.pages import check_memory, copy_bytes
+from zcompile.runtime.device.pages import check_memory
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.open import (
     Opening,
@@ -51,6 +50,7 @@ from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import FileRange, Place
 from zcompile.runtime.tiers.device import DeviceTier
+from zcompile.runtime.transfer.host_work import HostUse, HostWork
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 from zcompile.runtime.transfer.one_copy import OneCopy
 from zcompile.runtime.transfer.queue import Backlog, compute_marks
@@ -386,25 +386,6 @@ class Entry:
         self.store.take_gradient(self, grad, offset)
 
 
-@dataclass(frozen=True)
-class Lent:
-    """Bytes of an entry that the host computes with.
-
-    memory  uint8 [n]: where they rest; where they rest in several pieces of memory, a copy of them
-    parts   those pieces
-    """
-
-    memory: Tensor
-    parts: tuple[Tensor, ...]
-
-    def give_back(self) -> None:
-        """Let the entry have what was written."""
-        if len(self.parts) > 1:
-            sizes = [part.numel() for part in self.parts]
-            for part, made in zip(self.parts, self.memory.split(sizes), strict=True):
-                copy_bytes(part, made, part.numel())
-
-
 @contextmanager
 def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
     """Within, entries are what their bytes are: of those that rest narrow, narrow ones."""
@@ -500,6 +481,7 @@ class Store:
         """Choose who holds a tensor; None: each rank holds a slice."""
         self._context = resources.context
         self._mover = resources.mover
+        self._host_lane = resources.host_lane
         self.durable = resources.durable
         self.system = resources.system
         self.homes = Tiers(
@@ -728,19 +710,29 @@ class Store:
             return tier.on_device
         return sum(1 for _ in place.tier.pieces(place.extent, 0, place.nbytes)) == 1
 
-    def lend(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> "Lent":
-        """Bytes of an entry on the host, for the host's own compute; waits for transfers on them.
+    @uninterrupted
+    def use_on_host(self, entry: Entry, begin: int, nbytes: int, writes: bool) -> HostUse:
+        """What work of the host is to do with bytes of an entry that rests there: to be submitted
+        before anything else is asked of the entry.
 
         raises  ValueUnset, and what an earlier transfer of this entry failed with
         """
-        tier, extent = entry.place.tier, entry.place.extent
-        sizes = [part.numel() for _, part in tier.pieces(extent, begin, begin + nbytes)]
-        starts = accumulate(sizes, initial=begin)
-        parts = tuple(
-            self.view_in_place(entry, at, size, writes)
-            for at, size in zip(starts, sizes, strict=False)
-        )
-        return Lent(parts[0] if len(parts) == 1 else torch.cat(parts), parts)
+        self.enter(entry.name)
+        self._prepare_read(entry)
+        if writes:
+            before_write(entry)
+        self._mover.check(entry.place)
+        entry.version += int(writes)
+        return HostUse(entry.place, begin, nbytes, writes)
+
+    @uninterrupted
+    def submit_to_host(self, work: HostWork) -> None:
+        """Let the host do `work` when what was submitted before on the bytes that it uses is over;
+        what comes later on them waits for it. Returns at once.
+
+        raises  what an earlier transfer of one of the entries failed with
+        """
+        self._mover.submit_to_host(work, self._host_lane)
 
     @uninterrupted
     def view_in_place(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.tiers.extents import WrittenRanges
-from zcompile.runtime.transfer.ticket import Promise
+from zcompile.runtime.transfer.ticket import Countdown, Promise
 
 # --- Tiers ---
 
@@ -143,7 +143,10 @@ class ByteAccess(Protocol):
 
 
 class Operation(ByteAccess, Protocol):
-    """A transfer on an entry: one fetch, put or add."""
+    """A transfer on an entry: one fetch, put or add; or work of the host on it (`on_host`)."""
+
+    @property
+    def on_host(self) -> bool: ...
 
     def end_heard(self) -> Promise:
         """A promise that is kept once all is done. Not free: who asks may have a thread wait."""
@@ -189,6 +192,17 @@ class Place:
     def free(self) -> None:
         """The entry is dead: nothing new is submitted."""
         self.freed = True
+
+    def host_uses_over(self) -> Promise:
+        """A promise that is kept once the host is done with what it has still to do with the
+        entry."""
+        over = Countdown()
+        for operation in tuple(self.in_flight):
+            if operation.on_host:
+                over.hold()
+                operation.end_heard().then(over.drop)
+        over.drop()
+        return over
 
     def blocks(self, begin: int, end: int) -> tuple[int, int]:
         """The whole blocks of the tier that hold [begin, end): what a transfer really touches."""

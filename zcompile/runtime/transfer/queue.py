@@ -15,6 +15,7 @@ from torch import Tensor
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.pages import clear_bytes
 from zcompile.runtime.tiers.base import Place, Span, TierIO
+from zcompile.runtime.transfer.host_work import HostLane, HostWork
 from zcompile.runtime.transfer.one_copy import CopyEnds, OneCopy
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Reporting, Ticket, Workers
 from zcompile.runtime.transfer.transfer import InFlight, SourceRead, Transfer
@@ -71,6 +72,31 @@ class TransferQueue:
             transfer.start(gate.error)
         else:
             gate.then(partial(self._start_later, transfer))
+
+    def submit_to_host(self, work: HostWork, lane: HostLane) -> None:
+        """Let `lane` do `work` once all that was submitted before on the bytes that it uses is
+        over; whatever is submitted on them later waits for it.
+
+        raises  what an earlier transfer on one of the entries failed with
+        """
+        gate = Countdown()
+        with self._lock:
+            for use in work.uses:
+                self.check(use.place)
+                assert not use.place.freed, f"{use.name!r} is used after its last use"
+            blockers = {b: None for use in work.uses for b in use.place.blockers(use)}
+            for use in work.uses:
+                use.prepare()
+                use.place.in_flight.append(use)
+                self._in_flight[use] = None
+            CHANGES.note()
+        for use in work.uses:
+            use.end_heard().then(partial(self._finished, use))
+        for blocker in blockers:
+            gate.hold()
+            blocker.end_heard().then(gate.drop)
+        gate.drop()
+        gate.then(partial(lane.begin, work))
 
     def copy_on_stream(self, copy: OneCopy, after: Sequence[Ticket]) -> bool:
         """Enqueue `copy` now, if events of the device say all that it has to come after.

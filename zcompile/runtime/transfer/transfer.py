@@ -50,6 +50,8 @@ class InFlight(ABC):
     end: int
     writes = False
     direction: Direction = "h2d"
+    on_host = False
+    """Whether it is no transfer, but work of the host on the bytes where they rest."""
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@
     python -m benchmarks.ranks --ranks 1 2 --planned
     python -m benchmarks.ranks --ranks 2 --lanes DIR
     python -m benchmarks.ranks --ranks 2 --beside
+    python -m benchmarks.ranks --ranks 2 --beside --blocks 2 --width 128
     python -m benchmarks.ranks --ranks 2 4 --owner --link 10MB/s
 
 Each rank takes one sequence, so that every rank computes as much however many there are. Host to
@@ -17,7 +18,8 @@ weights are saved to a directory: by zcompile, and by torch.distributed.checkpoi
 `--planned` steps are planned, and stand beside their prediction. With `--lanes` a model of which
 little is trained rests on disk, and disk, bus and the link between ranks are paced so that each
 takes as long: so does the step, if they work at once. With
-`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn. With
+`--beside` FSDP2 (gloo) trains the same model in the same processes, step by step in turn, and what
+of a step is processor's time of rank 0 is told too, which other work beside it changes less. With
 `--owner` each weight of a stack is sliced over all ranks, or all of it is with one: the buses of
 all bring it, or that of one, and how many weights the device has room for decides what that costs.
 """
@@ -29,6 +31,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,6 +274,7 @@ def beside(rank: int, ranks: int, port: int, shape: Shape, offloads: bool, told:
         GPT(shape), device="cpu", mesh=mesh, device_memory=memory, host_memory="1GiB"
     )
     seconds: dict[str, list[float]] = {"FSDP2": [], "zcompile": []}
+    busy: dict[str, list[float]] = {name: [] for name in seconds}
     steps: dict[str, Callable[[], Tensor]] = {}
 
     def step_of(params: Any, run: Callable[..., Tensor]) -> Callable[[], Tensor]:
@@ -291,13 +295,17 @@ def beside(rank: int, ranks: int, port: int, shape: Shape, offloads: bool, told:
     for _ in range(SEEN + COUNTED):
         for name, step in steps.items():
             dist.barrier()
-            begin = time.perf_counter()
+            begin, busy_before = time.perf_counter(), time.process_time()
             losses[name] = step()
             seconds[name].append(time.perf_counter() - begin)
+            busy[name].append(time.process_time() - busy_before)
     if rank == 0:
-        medians = {name: statistics.median(all_[SEEN:]) for name, all_ in seconds.items()}
+        medians, of_processor = (
+            {name: statistics.median(all_[SEEN:]) for name, all_ in taken.items()}
+            for taken in (seconds, busy)
+        )
         same = bool(losses["FSDP2"] == losses["zcompile"])
-        told.put((medians, same, zcompile.stats(model)["plan"]["stage"]))
+        told.put((medians, of_processor, same, zcompile.stats(model)["plan"]["stage"]))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -306,16 +314,20 @@ def compare_with_fsdp(ranks: int, shape: Shape) -> None:
     """A table of steps of FSDP2 and of zcompile, in the same processes."""
     blocks = f"{shape.layers} blocks of width {shape.width}"
     print(f"{ranks} ranks, {blocks}, one sequence of 128 tokens per rank, AdamW")
-    print("| in host memory | stage | FSDP2, s | zcompile, s | ratio | same loss |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    columns = "FSDP2, s | zcompile, s | ratio | processor: FSDP2, s | zcompile, s | ratio"
+    print(f"| in host memory | stage | {columns} | same loss |")
+    print(f"|{' --- |' * 9}")
     for offloads in (False, True):
         told = mp.get_context("spawn").SimpleQueue()
         mp.spawn(beside, (ranks, free_port(), shape, offloads, told), nprocs=ranks)
-        medians, same, stage = told.get()
+        *both, same, stage = told.get()
         where = "by CPU offload" if offloads else "all, no offload"
-        ratio = medians["zcompile"] / medians["FSDP2"]
-        row = f"{where} | {stage} | {medians['FSDP2']:.3f} | {medians['zcompile']:.3f}"
-        print(f"| {row} | {ratio:.2f} | {same} |", flush=True)
+        cells = [
+            f"{taken['FSDP2']:.3f} | {taken['zcompile']:.3f} | "
+            f"{taken['zcompile'] / taken['FSDP2']:.2f}"
+            for taken in both
+        ]
+        print(f"| {where} | {stage} | {' | '.join(cells)} | {same} |", flush=True)
 
 
 class Stack(nn.Module):
@@ -473,6 +485,8 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true", help="compare with predictions")
     parser.add_argument("--lanes", metavar="DIR", help="pace three lanes alike, weights in there")
     parser.add_argument("--beside", action="store_true", help="compare with FSDP2")
+    parser.add_argument("--blocks", type=int, default=WIDE.layers, help="of --beside")
+    parser.add_argument("--width", type=int, default=WIDE.width, help="of --beside")
     parser.add_argument("--owner", action="store_true", help="compare slices with one owner each")
     asked = parser.parse_args()
     if asked.planned:
@@ -486,7 +500,9 @@ def main() -> None:
         if asked.lanes:
             compare_lanes(ranks, asked.link, asked.lanes)
         else:
-            compare_with_fsdp(ranks, WIDE)
+            heads = max(1, asked.width // 64)
+            shape = replace(WIDE, layers=asked.blocks, width=asked.width, heads=heads)
+            compare_with_fsdp(ranks, shape)
     if asked.lanes or asked.beside:
         return
     if asked.saves:

@@ -192,6 +192,9 @@ def test_a_rank_that_raises_ends_the_others_with_its_cause(pool):
 class Lost:
     """A share that does not come."""
 
+    def done(self):
+        return True
+
     def wait(self):
         raise ValueError("the disk is gone")
 

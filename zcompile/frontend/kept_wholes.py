@@ -263,10 +263,16 @@ class KeptWholes:
         text = f"of {schedule.name}: copies in low precision are {'' if copies else 'not '}kept"
         if wholes:
             text += f", {sum(map(bool, wholes))} of {len(wholes)} weights are kept whole"
-        told = self._fabric.compare(schedule.call_kind, digest_of(own), len(own), text=text)
+        # With it goes what a call would compare before its first collective: one agreement less.
+        read, executor = self._reading(schedule, own), self.session.executor
+        detail = executor.call_digests.of(read, (*entries, *copies_of(read, entries)))
+        value = digest_of(own, detail)
+        told = self._fabric.compare(schedule.call_kind, value, len(own), text=text)
         if len(set(told)) == 1:
             self._note(schedule, entries, [own])
-            return self._reading(schedule, own)
+            if not read.narrow_gradients:  # of whose hooks ranks tell each other in the call
+                executor.agreed_on(detail)
+            return read
         rows = self._fabric.rows(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         every = [bytes(row.tolist()) for row in rows]
         self._note(schedule, entries, every)

@@ -55,7 +55,8 @@ from zcompile.runtime.host_updates import HostUpdates, HostWalk
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
-from zcompile.runtime.ranks.fabric import Fabric, Marked, digest_of, told_to_ranks
+from zcompile.runtime.ranks.calls import CallDigests
+from zcompile.runtime.ranks.fabric import Fabric, Marked, told_to_ranks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import (
     MakeCopy,
@@ -67,7 +68,7 @@ from zcompile.runtime.store.resident import (
 )
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts, uninterrupted
-from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.runtime.transfer.ticket import Ready, Ticket
 from zcompile.runtime.transfer.transfer import source_released
 
 # --- Who is asked and told ---
@@ -243,6 +244,9 @@ class Executor:
         self._walked: set[int] = set()
         self._peaks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.recorder = Recorder()
+        self.call_digests = CallDigests()
+        self._agreed_ahead: bytes | None = None
+        """The digest of the call that is prepared, if all ranks have agreed on it."""
         self._listeners: dict[str, Listener] = {}
         self._placement = 0
 
@@ -300,6 +304,11 @@ class Executor:
             self._end_step(schedule)
             return self._run(schedule, args, entries, recorded)
 
+    def agreed_on(self, digest: bytes) -> None:
+        """All ranks have told the same of the call that is prepared, as its `call_digests` have
+        it: it need not be agreed on once more."""
+        self._agreed_ahead = digest
+
     def _end_step(self, schedule: Schedule) -> None:
         """Tell of the step that was recorded, if this call is the first of another."""
         if self.recorder.ends_with(schedule) and (step := self.recorder.end()) is not None:
@@ -354,7 +363,10 @@ class Executor:
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)
+        self._agreed_ahead = None
         schedule = self._policy.narrowed(schedule, entries)
+        # Taken now: what this call prepares may walk schedules of its own, on one rank alone.
+        agreed_ahead, self._agreed_ahead = self._agreed_ahead, None
         copies: Sequence[Entry] = ()
         if schedule.casts or schedule.copies:
             refresh_copies(schedule, entries, self._make_copy)
@@ -391,7 +403,7 @@ class Executor:
             if self._listeners and (listener := self._listeners.get(schedule.name)) is not None:
                 listener.walked(schedule, self._placement, tuple(e.home for e in entries))
             making = wholes_begin(schedule, entries)
-            walk = _Call(self, schedule, values, entries, leaves, progress, joining)
+            walk = _Call(self, schedule, values, entries, leaves, progress, joining, agreed_ahead)
             with uncollected(), self._computing(joining, progress):
                 walk.run(others)
             wholes_made(making)
@@ -502,7 +514,9 @@ class _Call:
         leaves: Sequence[Leaf],
         progress: Progress | None = None,
         joining: JoiningRows | None = None,
+        agreed_ahead: bytes | None = None,
     ) -> None:
+        """agreed_ahead  digest of the call, if all ranks have agreed on it"""
         self.store = executor.store
         self.progress, self.joining = progress, joining
         self.gradients, self.in_flight = executor.gradients, executor.in_flight
@@ -532,6 +546,7 @@ class _Call:
         """Those that compute shares with the host's updates, where there may be any."""
         if executor.on_host.wanted and not schedule.gathers_inside:
             self.cores = executor.store.device.cores
+        self.call_digests, self.agreed_ahead = executor.call_digests, agreed_ahead
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -758,17 +773,18 @@ class _Call:
             self.in_flight.expect(nbytes, most)
 
     def _agree(self, agree: Agree) -> None:
-        """Start comparing with the other ranks which collectives this call has, over what."""
+        """Start comparing with the other ranks which collectives this call has, over what; unless
+        they have done so with what they keep whole."""
         fabric, entries, gradients = self._fabric, self.entries, self.gradients.exchanged
-        names = [(kind, entries[at].name, nbytes) for kind, at, nbytes in self.schedule.collectives]
-        text = f"of {self.schedule.name}: {len(names)} collectives"
+        detail = self.call_digests.of(self.schedule, entries)
+        if self.agreed_ahead is not None:
+            # Others go on now: a rank whose plan has made something else of it has to end them.
+            assert self.agreed_ahead == detail, "a plan changes nothing that crosses"
+            self.tickets[agree.ticket] = Ready()
+            return
+        text = f"of {self.schedule.name}: {len(self.schedule.collectives)} collectives"
         narrow = sorted(self.schedule.narrow_gradients)
         hooked = bytes(gradients.sees_wide(self.leaves[at]) for at in narrow)
-        dtypes = self.schedule.crossing_dtypes
-        crossing = [(kind, entries[at].name, dtype) for kind, at, dtype in dtypes]
-        parts = [entries[at].partition for _, at, _ in self.schedule.collectives]
-        owners = [part.owner for part in parts if part is not None and part.owner is not None]
-        detail = digest_of(names, crossing, owners)
         self.hooked = fabric.begin_agreement(agree.name, detail, text, hooked)
         self.tickets[agree.ticket] = self.hooked.ticket
 

@@ -19,7 +19,8 @@ What the runtime promises beyond the list:
     a fetch comes after all compute that was submitted before its walk began
     a fetch comes after what earlier walks still move out of the bytes it will lie in, and after
     gradients that leave from there, whose end has no ticket; a gather likewise, of all it fills
-    collectives of one kind are carried out one after the other, in the order of their submission
+    collectives of one kind begin and end in the order of their submission; of two that touch the
+    same bytes, the second begins when the first has ended
     transfers of the same bytes of an entry take effect at home in the order of their submission,
     and a borrow waits for those before it
     what the host computes is in flight on the bytes that it was lent, as a transfer of them that

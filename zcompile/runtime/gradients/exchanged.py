@@ -454,9 +454,9 @@ class ExchangedGradients:
     ) -> None:
         """Add what each rank brings to an entry, from byte `begin` on."""
         self.land()
-        parts, ticket = self._fabric.scaled(exchanged, dtype)
-        for part in parts:
-            self._store.add(home, part, begin=begin, after=[ticket])
+        scaled = self._fabric.scaled(exchanged, dtype)
+        for part in scaled.parts:
+            self._store.add(home, part, begin=begin, after=[scaled.ticket])
 
     def _grad_of(self, param: Any, dtype: torch.dtype) -> Entry:
         """The entry of `.grad`, to which what ranks bring is added.

@@ -7,9 +7,12 @@ concerns several ranks, first compares what all ranks are about to do, and how. 
 on all of them.
 
 A collective is messages between pairs of ranks, each into the place where its bytes belong; what
-lies in the memory of a device passes memory of the host (`transport.py`). Who waits for one waits
-for a promise that another thread can break: a rank that fails, ends, or never comes ends all that
-waits for it (`watch.py`).
+lies in the memory of a device passes memory of the host (`transport.py`). Between memories of the
+host, while a lane waits for the messages of one collective, those of the next ones are on their way
+already, as far as nothing stands before them: they begin and end in the order of the lane. So
+small collectives wait for the other ranks together, and not one after the other. Who waits for one
+waits for a promise that another thread can break: a rank that fails, ends, or never comes ends all
+that waits for it (`watch.py`).
 """
 
 import hashlib
@@ -18,11 +21,12 @@ import os
 import struct
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -51,18 +55,21 @@ from zcompile.runtime.ranks.transport import (
     Messages,
     PeerGone,
     PinnedMessages,
+    Work,
     host_memory,
     host_rows,
 )
 from zcompile.runtime.ranks.watch import Store, Waiting, Watch
 from zcompile.runtime.transfer.interrupts import uninterrupted
-from zcompile.runtime.transfer.ticket import Promise, Ticket, Workers
+from zcompile.runtime.transfer.ticket import Promise, Reporting, Ticket, Workers
 
 log = logging.getLogger(__name__)
 
 LANES = ("agree", "gather", "exchange")
 TAGS = 1 << 24
 """The first tag of a message: in a group of the user's, nobody else is likely to use those."""
+MOST_BEGUN = 16
+"""Collectives of a lane that are under way at once."""
 DIGEST_BYTES = 16
 TEXT_BYTES = 424
 """Of a record, for people: what a rank is about to do."""
@@ -145,12 +152,81 @@ class _Finishing:
         return True
 
 
+class _Posts:
+    """The messages of a collective that may begin before those before it in its lane have ended.
+
+    Whatever the one before comes after is over when that has begun. So what is new is only that
+    both touch memory at the same time, which they may where it is not the same.
+
+    memory  all that is read or written
+    after   complete before they begin
+    bring   called before they do: what this rank itself brings
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        memory: Sequence[Tensor],
+        after: Sequence[Ticket],
+        bring: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.sends, self.receives, self.bring = sends, receives, bring
+        self._after = after
+        self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory]
+        self._works: list[Work] | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def have_begun(self) -> bool:
+        return self._works is not None or self._error is not None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def may_begin(self, others: "Sequence[_Posts]") -> bool:
+        """Whether nothing stands before them but messages of others, of other memory."""
+        if not all(ticket.done() for ticket in self._after):
+            return False
+        apart = (
+            end <= low or high <= begin
+            for begin, end in self._ranges
+            for other in others
+            for low, high in other._ranges
+        )
+        return all(apart)
+
+    def begin(self, carrier: HostMessages) -> None:
+        """Begin; what goes wrong is raised when their turn has come."""
+
+        def note(error: BaseException) -> None:
+            self._error = error
+
+        with Reporting(note):
+            for ticket in self._after:
+                ticket.wait()  # it is complete, well or badly
+            self.bring()
+            self._works = carrier.begin(self.sends, self.receives)
+
+    def end(self, carrier: HostMessages, at: Callable[[int], None]) -> None:
+        """Wait until they are over. raises  as of `Messages`, and what `after` or `bring` raise"""
+        if self._error is not None:
+            raise self._error
+        assert self._works is not None, "they have begun"
+        carrier.end(self._works, at)
+
+
 class _Lane:
     """The messages of one kind of collective, and the thread that carries them out one by one."""
 
     def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
         self._channel = Channel(group, tag)
         self._carries: Messages = HostMessages(self._channel)
+        self._coming: deque[_Posts | None] = deque()
+        """Of the collectives that were handed over and have not ended, in order; None: it begins
+        when those before have ended, and those behind it when it has."""
+        self._lock = threading.Lock()
         self._name, self._crashed = name, crashed
         self._workers = Workers(f"zinf-{name}", 1, crashed)
         self._holds: Workers | None = None
@@ -159,6 +235,12 @@ class _Lane:
 
     def submit(self, job: Callable[[], None]) -> None:
         self._workers.submit(job)
+
+    def expect(self, posts: _Posts | None) -> None:
+        """A collective is handed over, in a lane where they may overlap: the next one whose job
+        calls `posted`, or `alone` (None)."""
+        with self._lock:
+            self._coming.append(posts)
 
     def stop(self) -> None:
         """End the threads after what they do now, without waiting for that."""
@@ -184,13 +266,59 @@ class _Lane:
 
         raises  as of `Messages`
         """
+        with self._waits_for(what) as at:
+            self._carries.carry(sends, receives, at)
+
+    def alone(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """As `messages`, of a lane whose collectives may overlap: this one with no other."""
+        assert self._coming[0] is None, "collectives are carried out in order"
+        self.messages(what, sends, receives)
+        self._coming.popleft()
+
+    def posted(self, what: str) -> None:
+        """Carry out the collective whose messages come next. Those behind it begin meanwhile, as
+        far as they may, if memory of the host is all that is touched and nothing paces the link.
+
+        raises  as of `Messages`
+        """
+        posts, carrier = self._coming[0], self._carries
+        assert posts is not None, "collectives are carried out in order"
+        if self._holds is None and isinstance(carrier, HostMessages):
+            with self._waits_for(what) as at:
+                self._begin_all(carrier)
+                posts.end(carrier, at)
+        else:
+            posts.bring()
+            self.messages(what, posts.sends, posts.receives)
+        self._coming.popleft()
+
+    def _begin_all(self, carrier: HostMessages) -> None:
+        """Begin the first of those that come, and what may begin behind it."""
+        begun: list[_Posts] = []
+        with self._lock:
+            coming = list(islice(self._coming, MOST_BEGUN))
+        for posts in coming:
+            if posts is None:
+                return
+            if not posts.have_begun:
+                if begun and not posts.may_begin(begun):
+                    return
+                posts.begin(carrier)
+            if posts.has_failed:  # what comes next would be taken for it
+                return
+            begun.append(posts)
+
+    @contextmanager
+    def _waits_for(self, what: str) -> Iterator[Callable[[int], None]]:
+        """Within, the watch knows of each peer that the given function is told, who waits for
+        it."""
         since = time.monotonic()
 
         def at(peer: int) -> None:
             self.waiting = Waiting(what, since, peer)
 
         try:
-            self._carries.carry(sends, receives, at)
+            yield at
         finally:
             self.waiting = None
 
@@ -244,11 +372,27 @@ class _Lane:
 class Exchanged(NamedTuple):
     """What the ranks have made of one gradient, for the share of this rank, or for all of it.
 
-    parts  [ranks, n]: of each rank, as it was; there once `ticket` is complete
+    parts   [ranks, n]: of each rank, as it was; there once `ticket` is complete
+    bucket  that it crossed in with others, whose parts are all of one dtype; None: with none
+    at      its first element there
     """
 
     parts: Tensor
     ticket: Promise
+    bucket: "_Bucket | None" = None
+    at: int = 0
+
+
+class _Bucket:
+    """Small gradients that crossed together. Their sums over ranks are made together too, when the
+    first is asked for: each by itself, some dozens of elements, costs a job of the lane's thread.
+
+    made  [1, n]: all sums, with what lies between two gradients; None: nobody has asked yet
+    """
+
+    def __init__(self, parts: Tensor) -> None:
+        self.parts = parts
+        self.made: Exchanged | None = None
 
 
 class Marked(NamedTuple):
@@ -531,19 +675,11 @@ class Fabric:
         else:
             shares = [whole[slice(*tile.of_rank(r))] for r in range(self.size)]
         own, others = shares[self.rank], self._others()
-        crossing = gathered(whole.numel(), self.size, tile)
-
-        def collect() -> None:
-            self._carry(
-                "gather",
-                f"gather {name!r}",
-                [(r, own) for r in others],
-                [(r, shares[r]) for r in others],
-                crossing,
-            )
-
+        crossing, what = gathered(whole.numel(), self.size, tile), f"gather {name!r}"
+        sends, receives = [(r, own) for r in others], [(r, shares[r]) for r in others]
+        posts = _Posts(sends, receives, (whole,), after)
         sent = own.numel() * len(others)
-        return self._submit("gather", f"gather {name!r}", collect, after, sent)
+        return self._submit_posts("gather", what, posts, crossing, after, sent)
 
     def exchange(
         self,
@@ -570,20 +706,14 @@ class Fabric:
         parts = host_rows(self.size, received(flat, partition, tile), flat.dtype)
         crossing = exchanged(flat.nbytes, self.size, shares)
 
-        def exchange() -> None:
-            own = cut(self.rank)
-            self._lanes["exchange"].bring(parts[self.rank, : own.numel()], own)
-            self._carry(
-                "exchange",
-                what,
-                [(r, cut(r)) for r in others],
-                [(r, parts[r, : own.numel()]) for r in others],
-                crossing,
-            )
-
-        sent = sum(cut(r).numel() for r in others) * flat.element_size()
+        own, lane = cut(self.rank), self._lanes["exchange"]
+        target = parts[self.rank, : own.numel()]
+        sends = [(r, cut(r)) for r in others]
+        receives = [(r, parts[r, : own.numel()]) for r in others]
+        posts = _Posts(sends, receives, (flat, parts), after, lambda: lane.bring(target, own))
+        sent = sum(part.numel() for _, part in sends) * width
         what = f"exchange the gradient of {name!r}"
-        return Exchanged(parts, self._submit("exchange", what, exchange, after, sent))
+        return Exchanged(parts, self._submit_posts("exchange", what, posts, crossing, after, sent))
 
     def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
         """As `exchange` of several small gradients, each of which every rank gets whole: in one
@@ -595,24 +725,28 @@ class Fabric:
         ends = list(accumulate(map(in_bucket, sizes)))
         begins = [0, *ends[:-1]]
         parts = host_rows(self.size, ends[-1], torch.uint8)
-        others = self._others()
+        others, own, lane = self._others(), parts[self.rank], self._lanes["exchange"]
 
-        def exchange() -> None:
-            own = parts[self.rank]
+        def bring() -> None:
             for flat, begin, size in zip(flats, begins, sizes, strict=True):
-                self._lanes["exchange"].bring(own[begin : begin + size], flat.view(torch.uint8))
-            self._carry(
-                "exchange",
-                what,
-                [(r, own) for r in others],
-                [(r, parts[r]) for r in others],
-                exchanged(ends[-1], self.size),
-            )
+                lane.bring(own[begin : begin + size], flat.view(torch.uint8))
 
+        sends, receives = [(r, own) for r in others], [(r, parts[r]) for r in others]
+        posts = _Posts(sends, receives, (*flats, parts), after, bring)
+        crossing, sent = exchanged(ends[-1], self.size), ends[-1] * len(others)
         what = f"exchange {len(flats)} small gradients"
-        promise = self._submit("exchange", what, exchange, after, ends[-1] * len(others))
+        promise = self._submit_posts("exchange", what, posts, crossing, after, sent)
+        dtype = flats[0].dtype
+        bucket = None
+        if all(flat.dtype is dtype for flat in flats):
+            bucket = _Bucket(parts.view(dtype))
         return [
-            Exchanged(parts[:, begin : begin + size].view(flat.dtype), promise)
+            Exchanged(
+                parts[:, begin : begin + size].view(flat.dtype),
+                promise,
+                bucket,
+                begin // flat.element_size(),
+            )
             for flat, begin, size in zip(flats, begins, sizes, strict=True)
         ]
 
@@ -670,13 +804,27 @@ class Fabric:
 
     def folded(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
         """The sum of the scaled parts, in the order of ranks and in `dtype`, as parts of one:
-        [1, n]. Parts that are narrower are widened one by one."""
+        [1, n]. Parts that are narrower are widened one by one. Those that crossed in a bucket of
+        one dtype are summed with all others of it."""
+        parts, bucket = exchanged.parts, exchanged.bucket
+        if bucket is not None and dtype is parts.dtype:
+            if bucket.made is None:
+                whole = Exchanged(bucket.parts, exchanged.ticket)
+                bucket.made = self._folded(whole, dtype, torch.mul)  # others may not ask for sums
+            sums, ticket = bucket.made.parts, bucket.made.ticket
+            return Exchanged(sums[:, exchanged.at : exchanged.at + parts.shape[1]], ticket)
+        return self._folded(exchanged, dtype, Tensor.mul_)
+
+    def _folded(
+        self, exchanged: Exchanged, dtype: torch.dtype, scale: Callable[[Tensor, float], Tensor]
+    ) -> Exchanged:
+        """scale  in place, where nobody needs the parts as they were; else into new memory"""
         parts = exchanged.parts
         total = host_memory(1, parts.shape[1], dtype)
 
         def fold() -> None:
             for rank, part in enumerate(parts):
-                scaled = part.to(dtype).mul_(1.0 / self.size)
+                scaled = scale(part.to(dtype), 1.0 / self.size)
                 if rank:
                     total[0] += scaled
                 else:
@@ -703,8 +851,7 @@ class Fabric:
 
         def send() -> None:
             first = self.rank == 0
-            self._carry(
-                "gather",
+            self._carry_alone(
                 f"spread {name!r}",
                 [(r, memory) for r in self._others()] if first else [],
                 [] if first else [(0, memory)],
@@ -712,7 +859,7 @@ class Fabric:
             )
 
         sent = memory.numel() * (self.size - 1) * (self.rank == 0)
-        _wait_for(self._submit("gather", f"spread {name!r}", send, (), sent))
+        _wait_for(self._submit("gather", f"spread {name!r}", send, (), sent, None))
 
     def deliver(
         self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
@@ -727,25 +874,57 @@ class Fabric:
 
         def carry() -> None:
             crossing = Crossing(came, max(sent, came))
-            self._carry("gather", what, list(sends.items()), list(receives.items()), crossing)
+            self._carry_alone(what, list(sends.items()), list(receives.items()), crossing)
 
-        _wait_for(self._submit("gather", what, carry, (), sent))
+        _wait_for(self._submit("gather", what, carry, (), sent, None))
+
+    def _carry_alone(
+        self,
+        what: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        crossing: Crossing,
+    ) -> None:
+        """Carry out one collective among the gathers, while no other is under way."""
+        lane = self._lanes["gather"]
+        carry = partial(lane.alone, what, sends, receives)
+        self._carry("gather", what, carry, (*sends, *receives), crossing)
+
+    def _submit_posts(
+        self,
+        lane: str,
+        what: str,
+        posts: _Posts,
+        crossing: Crossing,
+        after: Sequence[Ticket],
+        sent: int,
+    ) -> Promise:
+        """Hand over a collective that may begin before others have ended."""
+        carry, messages = partial(self._lanes[lane].posted, what), (*posts.sends, *posts.receives)
+
+        def collect() -> None:
+            self._carry(lane, what, carry, messages, crossing)
+
+        return self._submit(lane, what, collect, after, sent, posts)
 
     def _carry(
         self,
         lane: str,
         what: str,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Tensor]],
+        carry: Callable[[], None],
+        messages: Sequence[Message],
         crossing: Crossing,
     ) -> None:
-        """Carry out one collective in its lane, at the pace of the link. raises  PeerGone"""
+        """Carry out one collective in its lane, at the pace of the link. raises  PeerGone
+
+        carry     sends and receives `messages`
+        """
         since, came = time.perf_counter(), 0
         self.link.begins(since)
         try:
-            self._lanes[lane].messages(what, sends, receives)
+            carry()
             if self.link.is_paced:
-                peers = {r for r, tensor in (*sends, *receives) if tensor.numel()}
+                peers = {r for r, tensor in messages if tensor.numel()}
                 self._lanes[lane].agree_that_over(
                     f"{what}, over paced links",
                     lambda: self.link.hold(what, crossing.slowest, since),
@@ -821,22 +1000,23 @@ class Fabric:
         return [(self.rank + n) % self.size for n in range(1, self.size)]
 
     def _submit(
-        self, lane: str, what: str, job: Callable[[], None], after: Sequence[Ticket], sent: int
+        self,
+        lane: str,
+        what: str,
+        job: Callable[[], None],
+        after: Sequence[Ticket],
+        sent: int,
+        *posts: _Posts | None,
     ) -> Promise:
         """Hand a collective over to its lane.
 
         after  is complete before it begins
         sent   bytes that this rank sends
+        posts  its messages, if they may begin before others have ended; None: they may not, nor
+               may those behind them; nothing: it has no messages, or the lane has no other kind
         """
         promise, jobs = Promise(), [job]
         del job
-        with self._lock:
-            error = self._error
-            if error is None:
-                self._pending.add(promise)
-        if error is not None:
-            promise.finish(error)
-            return promise
 
         def carry_out() -> None:
             with _Finishing(promise):
@@ -862,7 +1042,15 @@ class Fabric:
                 moved[1] += time.perf_counter() - begun
             self._pending.discard(promise)
 
-        self._lanes[lane].submit(carry_out)
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._pending.add(promise)
+                for of in posts:
+                    self._lanes[lane].expect(of)
+                self._lanes[lane].submit(carry_out)
+        if error is not None:
+            promise.finish(error)
         return promise
 
     def bytes_per_s(self) -> float:

@@ -40,6 +40,8 @@ SETS = 2
 
 Message = tuple[int, Tensor]
 """A peer, and what goes there or comes from there: contiguous."""
+Work = tuple[int, Any]
+"""A peer, and what to wait for of a message that goes there or comes from there."""
 
 
 class PeerGone(Exception):
@@ -112,6 +114,13 @@ class HostMessages:
     def carry(
         self, sends: Sequence[Message], receives: Sequence[Message], at: Callable[[int], None]
     ) -> None:
+        self.end(self.begin(sends, receives), at)
+
+    def begin(self, sends: Sequence[Message], receives: Sequence[Message]) -> list[Work]:
+        """Begin to carry out one collective, behind those that have begun; returns what to `end`.
+
+        raises  PeerGone
+        """
         channel, works = self._channel, []
         for peer, tensor in receives:
             if tensor.numel():
@@ -119,9 +128,13 @@ class HostMessages:
         for peer, tensor in sends:
             if tensor.numel():
                 works.append((peer, channel.send(peer, tensor)))
+        return works
+
+    def end(self, works: Sequence[Work], at: Callable[[int], None]) -> None:
+        """Return when all of a collective has been sent and has come; as `carry`."""
         for peer, work in works:
             at(peer)
-            channel.wait(peer, work)
+            self._channel.wait(peer, work)
 
     def bring(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)

@@ -783,7 +783,10 @@ class Store:
         streams, copy = context.device.streams, None
         if streams is not None and place.tier.in_memory and not streams.is_on_host(source):
             copy = OneCopy(place, begin, window, source, streams, True, self._mover.ends)
-        put = partial(Put, place, begin, window, source, compute_marks(after), context, padded)
+
+        def put() -> Transfer:
+            return Put(place, begin, window, source, compute_marks(after), context, padded)
+
         ticket = self._submit_write(entry, copy, put, source, padded, after)
         if ticket is copy and not self.will_join() and self.arena.is_apart(source):
             ticket.await_end()  # its memory goes back when that is heard of

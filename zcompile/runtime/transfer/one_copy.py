@@ -202,12 +202,17 @@ class CopyEnds:
         self._on_streams[copy.direction].append(copy)
 
     @uninterrupted
-    @cleanup  # of torch's code, too: an interrupt would be taken for what the copies met
     def look(self) -> None:
         """See which copies are over, and have them told."""
+        self.look_within()
+
+    @cleanup  # of torch's code, too: an interrupt would be taken for what the copies met
+    def look_within(self) -> None:
+        """As `look`, of who defers interrupts already."""
         with self.lock:
             self._take_ended()
-        self._tell_all()
+        if self._untold:
+            self._tell_all()
 
     def hear(self, copy: OneCopy) -> None:
         """Have a thread go on until a copy has ended, and tell it if nobody has."""

@@ -99,7 +99,8 @@ class TransferQueue:
         gate.then(partial(lane.begin, work))
 
     def copy_on_stream(self, copy: OneCopy, after: Sequence[Ticket]) -> bool:
-        """Enqueue `copy` now, if events of the device say all that it has to come after.
+        """Enqueue `copy` now, if events of the device say all that it has to come after; interrupts
+        are deferred.
 
         Else nothing has happened, and it is to be submitted in parts.
         after   as in `submit`
@@ -113,7 +114,7 @@ class TransferQueue:
                 return False
             elif type(ticket) is not Ready:
                 marks.append(ticket)
-        self.ends.look()  # now: what that meets is to be raised before there is a copy
+        self.ends.look_within()  # now: what that meets is to be raised before there is a copy
         with self._lock:
             self.check(place)
             assert not place.freed, f"{place.name!r} is used after its last use"
@@ -304,12 +305,14 @@ class TransferQueue:
                     self.error = self.error or error
                 CHANGES.note()
             free = started and place.freed and not place.in_flight
-        try:
-            if free:
-                place.tier.release(place.extent)
-        finally:
-            with self._lock:  # now: who waits for extents waits for what is in flight
+            if not free:
                 self._in_flight.pop(transfer, None)
+        if free:
+            try:
+                place.tier.release(place.extent)
+            finally:
+                with self._lock:  # now: who waits for extents waits for what is in flight
+                    self._in_flight.pop(transfer, None)
 
 
 def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:

@@ -20,6 +20,10 @@ from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.ticket import Promise
 
 
+CHANGED = threading.Condition()
+"""Of copies that devices have."""
+
+
 class _Copy:
     """One that was enqueued; `made`: its bytes have moved."""
 
@@ -42,7 +46,6 @@ class Lagging(CpuDevice):
         super().__init__(*given)
         self.reaches_host = False
         self._copies: deque[_Copy] = deque()
-        self._changed = threading.Condition()
 
     @property
     def sources(self) -> list[Tensor]:
@@ -54,9 +57,9 @@ class Lagging(CpuDevice):
             super().copy(direction, target, source, after, listener)
             return
         copy = _Copy(target, source, listener)
-        with self._changed:
+        with CHANGED:
             self._copies.append(copy)
-            self._changed.notify_all()
+            CHANGED.notify_all()
         listener.enqueued(copy)
         self.asked()
 
@@ -67,21 +70,34 @@ class Lagging(CpuDevice):
                 if copy is event:
                     return
 
-    def let_copies_end_until(self, promise):
-        """The host waits for `promise`: one copy after the other is over, until it is kept."""
-        promise.then(self._tell)
-        while not promise.done():
-            with self._changed:
-                self._changed.wait_for(lambda: self._copies or promise.done())
-                copy = self._copies.popleft() if self._copies and not promise.done() else None
-            if copy is not None:
-                copy.make()
-                copy.target = copy.source = None
-                copy.listener.landed(None)
+    def has_copies(self):
+        return bool(self._copies)
 
-    def _tell(self, error):
-        with self._changed:
-            self._changed.notify_all()
+    def end_oldest_copy(self):
+        with CHANGED:
+            copy = self._copies.popleft() if self._copies else None
+        if copy is None:
+            return  # another thread waits as well
+        copy.make()
+        copy.target = copy.source = None
+        copy.listener.landed(None)
+
+
+def let_copies_end_until(promise: Promise, devices: list[Lagging]) -> None:
+    """The host waits for `promise`: one copy after the other is over, until it is kept. All devices
+    are looked at, since links may be measured on one of their own."""
+
+    def tell(error):
+        with CHANGED:
+            CHANGED.notify_all()
+
+    promise.then(tell)
+    while not promise.done():
+        with CHANGED:
+            CHANGED.wait_for(lambda: promise.done() or any(d.has_copies() for d in devices))
+        for device in devices:
+            if not promise.done():
+                device.end_oldest_copy()
 
 
 def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
@@ -94,8 +110,7 @@ def lagging(patch: pytest.MonkeyPatch) -> list[Lagging]:
         return made[-1]
 
     def wait_for_it(promise):
-        for device in made:
-            device.let_copies_end_until(promise)
+        let_copies_end_until(promise, made)
         settle(promise)
 
     def wait_for_all(mover):

@@ -58,6 +58,20 @@ class Adapted(nn.Module):
         return self.head(torch.relu(self.base(x) + x @ self.down @ self.up))
 
 
+class Converting(nn.Module):
+    """A layer that is converted to the dtype that it has in each forward, as routers of experts
+    are, which breaks the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        self.router = self.router.to(x.dtype)
+        return self.head(torch.relu(self.router(x)))
+
+
 class Words(nn.Module):
     """Mean of embedded words, scored against all; tied or not."""
 
@@ -86,7 +100,7 @@ class Pictures(nn.Module):
 
 
 @MODES
-@pytest.mark.parametrize("make", [dropout, parametrized, Shared, Adapted])
+@pytest.mark.parametrize("make", [dropout, parametrized, Shared, Adapted, Converting])
 def test_a_model_with_something_special_trains_alike(make, mode, tmp_path):
     same_training(plain_loop, tmp_path, mode, make)
 

@@ -467,6 +467,35 @@ def is_applied_by_a_module() -> None:
 
 
 @contract
+def traced_only_within_others() -> None:
+    """Inlined where it is called in a graph; called as it is between two."""
+    compiling: list[bool] = []
+
+    @private.traced_only_within_others
+    def doubled(x: Tensor) -> Tensor:
+        return x * 4 if torch.compiler.is_compiling() else x * 2
+
+    def within(x: Tensor) -> Tensor:
+        return doubled(x)
+
+    def between(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        made: list[Tensor] = [*map(untraced_call, [x])]
+        return made[0]
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # torch's own
+    def untraced_call(x: Tensor) -> Tensor:
+        made = doubled(x)
+        compiling.append(torch.compiler.is_compiling())
+        return made
+
+    one = torch.ones(1)
+    assert torch.compile(within, backend="eager", fullgraph=True)(one) == 4
+    assert torch.compile(between, backend="eager")(one) == 2
+    assert compiling == [False]
+
+
+@contract
 def target_of() -> None:
     """As a module calls them, and as people do."""
     half = torch.float16

@@ -19,7 +19,6 @@ from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.ticket import Promise
 
-
 CHANGED = threading.Condition()
 """Of copies that devices have."""
 

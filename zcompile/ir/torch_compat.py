@@ -30,6 +30,7 @@ from torch._C import DispatchKey
 from torch._C._dynamo.eval_frame import set_eval_frame as _set_eval_frame
 from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback as _falls_back
@@ -424,6 +425,16 @@ def forget_hooks(param: Tensor) -> None:
     """
     param._backward_hooks = None
     param._post_accumulate_grad_hooks = None  # type: ignore[assignment]  # as before the first one
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def traced_only_within_others(function: _Function) -> _Function:
+    """Let Dynamo trace `function` where what it traces calls it, and make no graph of it alone, as
+    it does of what runs between two graphs."""
+    _skip_code(function.__code__)
+    return function
 
 
 def is_applied_by_a_module() -> bool:

@@ -36,6 +36,7 @@ from zcompile.ir.torch_compat import (
     set_grad,
     support_foreach,
     target_of,
+    traced_only_within_others,
     trees,
     untraced,
     wrapper,
@@ -344,27 +345,41 @@ class TieredTensor(Unbacked):
 def _converting(name: str) -> Callable[..., Tensor]:
     """`Tensor.<name>`, except that `Module._apply` gets what it can assign to `.data`.
 
-    A module that is moved stays where it was offloaded to.
+    A module that is moved stays where it was offloaded to. A forward that moves one breaks its
+    graph there, and Dynamo would take this function for the next graph: `compiling` would be true.
     """
     plainly = getattr(TieredTensor, name)
 
+    @traced_only_within_others
     def convert(self: TieredTensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             given: Tensor = plainly(self, *args, **kwargs)
-            return given
-        if name in MOVES and not is_traced(self._handle) and is_applied_by_a_module():
-            device, dtype = target_of(name, args, kwargs)
-            if device is not None and device.type != "meta" and dtype in (None, self.dtype):
-                _check_move(self, device)
-                return self._whole
-        result: Tensor = plainly(self, *args, **kwargs)
-        if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
-            return result
-        if not is_applied_by_a_module():
-            return result  # the tensor itself: gradients go to it
-        return self._whole
+        else:
+            given = _converted(self, name, plainly, args, kwargs)
+        return given
 
     return convert
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+def _converted(
+    self: TieredTensor,
+    name: str,
+    plainly: Callable[..., Tensor],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    if name in MOVES and not is_traced(self._handle) and is_applied_by_a_module():
+        device, dtype = target_of(name, args, kwargs)
+        if device is not None and device.type != "meta" and dtype in (None, self.dtype):
+            _check_move(self, device)
+            return self._whole
+    result = plainly(self, *args, **kwargs)
+    if result is not self or isinstance(self, Unmoved) or is_traced(self._handle):
+        return result
+    if not is_applied_by_a_module():
+        return result  # the tensor itself: gradients go to it
+    return self._whole
 
 
 MOVES = frozenset({"to", "cuda", "cpu"})

@@ -211,6 +211,19 @@ def test_an_io_fault_keeps_its_errno():
     assert (fault.file, fault.name) == (DISK / "tier.bin", "a.weight")
 
 
+def test_notes_become_lines_of_the_sentence_where_that_is_shown():
+    refused = ZinfError("no room")
+    refused.add_note("a value is large")
+    refused.put_notes_into_sentence()
+    assert str(refused) == "no room\n  note: a value is large"
+    assert not hasattr(refused, "__notes__")
+    fault = errors.IOFault(*SENTENCES[errors.IOFault][0])
+    fault.add_note("while it compiled")
+    told = str(fault)
+    fault.put_notes_into_sentence()
+    assert (str(fault), fault.__notes__) == (told, ["while it compiled"])
+
+
 def test_a_commit_of_which_nobody_knows_is_told_as_such():
     error = OSError(5, "Input/output error")
     assert str(errors.CommitFailed(DISK, 1, 0, error, unsure=True)) == (

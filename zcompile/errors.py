@@ -20,8 +20,12 @@ class ZinfError(Exception):
 
     def put_notes_into_sentence(self) -> None:
         """Make lines of the sentence of what was added by `add_note`, for a reader who is shown the
-        sentence alone: Dynamo puts it into an error of its own, and lets the notes go."""
-        notes = self.__dict__.pop("__notes__", ())
+        sentence alone: Dynamo puts it into an error of its own, and lets the notes go. An OSError
+        keeps its notes: it shows its errno and file, and not what it was made with."""
+        if self.args and not isinstance(self, OSError):
+            notes = self.__dict__.pop("__notes__", ())
+        else:
+            notes = ()
         if notes:
             sentence, *others = self.args
             told = "\n".join((str(sentence), *(f"  note: {note}" for note in notes)))

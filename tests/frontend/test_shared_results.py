@@ -6,11 +6,14 @@ from pairs import same_training
 from sampled import crossed
 from torch import nn, optim
 
+import zcompile
+
 RESULTS = {
     "halves": lambda y: (y[..., :4], y[..., 4:]),
     "parts that overlap": lambda y: (y[:, :3], y[:, 1:]),
     "all of it, and a part": lambda y: (y, y[:, 0]),
     "a part that was written within": lambda y: (y.mul_(2)[0], y[:1]),
+    "three that lie apart": lambda y: (y[..., :2], y[..., 2:5], y[..., 5:]),
     "beside others": lambda y: (y.square().sum(), y[0], y[:1], y.detach()),
 }
 
@@ -45,3 +48,23 @@ def test_views_of_one_value_are_returned_and_share_memory(name, size, written, t
         return told
 
     same_training(run, tmp_path, "compiled", lambda: Returning(RESULTS[name]))
+
+
+def without_record(y):
+    with torch.no_grad():
+        part = y.view(-1)
+    return y[0], y[1:], part
+
+
+REFUSED = {
+    "a view of another": lambda y: ((t := y[1:]), y[:2], t[:2]),
+    "three with a row in common": lambda y: (y[1:], y[:2], y[:3]),
+    "without a record": without_record,
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_views_whose_gradients_would_not_be_eagers_are_refused(name):
+    model = zcompile.offload(Returning(REFUSED[name]), device="cpu", host_memory="1MiB")
+    with pytest.raises(Exception, match="output aliasing"):
+        torch.compile(model, backend="zinf")(torch.randn(6, 16))

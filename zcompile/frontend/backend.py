@@ -116,10 +116,10 @@ def zinf(
         try:
             compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # on purpose: what torch cannot trace raises of no one class
-            if session is not None and session.fabric is not None:
-                session.fabric.failed_here(error)  # the others wait for the call
             if isinstance(error, ZinfError):
                 error.put_notes_into_sentence()
+            if session is not None and session.fabric is not None:
+                session.fabric.failed_here(error)  # the others wait for the call
             ours = graph.reached or isinstance(error, ZinfError) or not _is_of_torch(error)
             if ours or not ends_compiling(error):
                 raise

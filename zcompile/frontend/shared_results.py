@@ -3,9 +3,14 @@
 Autograd must know that such views share memory, since a user may write one of them: AOTAutograd
 lets the graph return the value too, and makes the views of it anew outside. Where an input is of a
 subclass, as tiered parameters are, it does so only for a value that the graph returns by itself.
+
+Left to its refusal are views whose gradients would not be eager's: those of which autograd keeps no
+record, since they were made under `no_grad`, would have one; and where three overlap, gradients
+would be added up in another order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -59,6 +64,8 @@ def _shared(graph: fx.Graph, results: list[fx.Node]) -> list[fx.Node]:
             and not (maker in results and not value._is_view())
             and not (value._is_view() and torch.empty_like(value).stride() != value.stride())
             and all(known.intersection(node.all_input_nodes) for node in others)
+            and all(node.meta["example_value"].grad_fn is not None for node in views)
+            and not _three_overlap([node.meta["example_value"] for node in views], value)
         ):
             found.append(maker)
     return found
@@ -75,6 +82,45 @@ def _memory(node: fx.Node) -> int | None:
 def _differentiable(node: fx.Node) -> bool:
     value = node.meta["example_value"]
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _three_overlap(views: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether three of `views`, all of the memory of `whole`, may have an element in common."""
+    if len(views) < 3:
+        return False
+    numbers = [n for view in views for n in (*view.size(), *view.stride(), view.storage_offset())]
+    if not all(isinstance(n, int) for n in numbers):
+        return True
+    meeting = [pair for pair in combinations(range(len(views)), 2) if _meet(*pair, views, whole)]
+    return any(sum(at in pair for pair in meeting) > 1 for at in range(len(views)))
+
+
+def _meet(first: int, second: int, views: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether two views may have an element in common: as boxes of `whole`, or else by the ranges
+    of memory that they lie in."""
+    a, b = views[first], views[second]
+    boxes = whole.is_contiguous() and all(whole.stride())
+    if boxes and a.stride() == b.stride() == whole.stride():
+        found = zip(_box(a, whole), _box(b, whole), strict=True)
+    else:
+        found = zip([_range(a)], [_range(b)], strict=True)
+    return all(begin < other_end and other < end for (begin, end), (other, other_end) in found)
+
+
+def _box(view: Tensor, whole: Tensor) -> list[tuple[int, int]]:
+    """The indices [begin, end) of `whole` that a view with its strides shows, in each dimension."""
+    left, box = int(view.storage_offset() - whole.storage_offset()), []
+    for size, stride in zip(view.size(), view.stride(), strict=True):
+        begin, left = divmod(left, stride)
+        box.append((begin, begin + size))
+    return box
+
+
+def _range(view: Tensor) -> tuple[int, int]:
+    """The elements [begin, end) of memory between which a view lies."""
+    steps = zip(view.size(), view.stride(), strict=True)
+    begin = int(view.storage_offset())
+    return begin, begin + sum((size - 1) * stride for size, stride in steps) + 1
 
 
 def first(results: int, compiled: Callable[..., Any]) -> Callable[..., Any]:

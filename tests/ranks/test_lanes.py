@@ -42,7 +42,7 @@ def lane_of(told):
 
 
 def hand_over(lane, posts):
-    lane.submit(partial(lane.posted, "gather", posts), posts)
+    lane.submit(partial(lane.posted, "gather", posts, RankLink()), posts)
 
 
 def posts_of(number, *after, memory=None, is_alone=False):
@@ -155,6 +155,27 @@ def test_what_an_interrupt_keeps_from_its_lane_is_taken_back_whole(is_queued):
     for turn in turns[1:]:
         turn()
     assert told.seen == [(2, [2])]
+
+
+def gathered_twice(fabric, memory):
+    for row in memory:
+        fabric.gather(row.view(torch.uint8), "w", [])
+
+
+def test_bytes_that_set_out_before_the_turn_of_their_collective_count_from_then_on():
+    fabric, turns = fabric_over(Told())
+    events = []
+    fabric.link = SimpleNamespace(
+        is_paced=False,
+        begins=lambda at: events.append(("begins", at)),
+        ends=lambda nbytes, since, at: events.append((nbytes, since)),
+    )
+    gathered_twice(fabric, [torch.zeros(4), torch.zeros(4)])
+    for turn in turns:
+        turn()
+    (kind, one), (other_kind, other), *ends = events
+    assert (kind, other_kind) == ("begins", "begins")
+    assert ends == [(8, one), (8, other)]
 
 
 def fabric_alone():

@@ -179,6 +179,9 @@ class _Posts:
         self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory]
         self._works: list[Work] | None = None
         self._error: BaseException | None = None
+        self._link: RankLink | None = None
+        self.since = 0.0
+        """When they set out, on the clock of perf_counter."""
 
     @property
     def have_begun(self) -> bool:
@@ -200,7 +203,17 @@ class _Posts:
         )
         return all(apart)
 
-    def begin(self, carrier: HostMessages) -> None:
+    def set_out(self, link: RankLink) -> None:
+        """From now on, and until they `arrive`, they count as on their way over the link."""
+        self._link, self.since = link, time.perf_counter()
+        link.begins(self.since)
+
+    def arrive(self, nbytes: int) -> None:
+        """They are over, and `nbytes` have come; 0: they have failed, if they ever set out."""
+        if self._link is not None:
+            self._link.ends(nbytes, self.since, time.perf_counter())
+
+    def begin(self, carrier: HostMessages, link: RankLink) -> None:
         """Begin; what goes wrong is raised when their turn has come."""
 
         def note(error: BaseException) -> None:
@@ -209,6 +222,7 @@ class _Posts:
         with Reporting(note):
             for ticket in self._after:
                 ticket.wait()  # it is complete, well or badly
+            self.set_out(link)
             self.bring()
             self._works = carrier.begin(self.sends, self.receives)
 
@@ -294,23 +308,25 @@ class _Lane:
         with self._waits_for(what) as at:
             self._carries.carry(sends, receives, at)
 
-    def posted(self, what: str, posts: _Posts) -> None:
+    def posted(self, what: str, posts: _Posts, link: RankLink) -> None:
         """Carry out a collective, within the job that was handed over with it. Those behind it
         begin meanwhile, as far as they may, if memory of the host is all that is touched and
         nothing paces the link.
 
+        link    told when its bytes set out, and those of others that begin meanwhile
         raises  as of `Messages`
         """
         carrier = self._carries
         if self._holds is None and isinstance(carrier, HostMessages):
             with self._waits_for(what) as at:
-                self._begin_all(posts, carrier)
+                self._begin_all(posts, carrier, link)
                 posts.end(carrier, at)
         else:
+            posts.set_out(link)
             posts.bring()
             self.messages(what, posts.sends, posts.receives)
 
-    def _begin_all(self, first: _Posts, carrier: HostMessages) -> None:
+    def _begin_all(self, first: _Posts, carrier: HostMessages, link: RankLink) -> None:
         """Begin a collective whose turn has come, and what may begin behind it."""
         with self._lock:
             coming = [row.posts for row in self._coming if row.posts is not None]
@@ -319,7 +335,7 @@ class _Lane:
             if not posts.have_begun:
                 if begun and not posts.may_begin(begun):
                     return
-                posts.begin(carrier)
+                posts.begin(carrier, link)
             if posts.has_failed or posts.is_alone:  # what comes next would be taken for it
                 return
             begun.append(posts)
@@ -903,21 +919,20 @@ class Fabric:
 
     def _carry(self, lane: str, what: str, posts: _Posts, crossing: Crossing) -> None:
         """Carry out one collective in its lane, at the pace of the link. raises  PeerGone"""
-        since, came = time.perf_counter(), 0
-        self.link.begins(since)
+        link, came = self.link, 0
         try:
-            self._lanes[lane].posted(what, posts)
-            if self.link.is_paced:
+            self._lanes[lane].posted(what, posts, link)
+            if link.is_paced:
                 peers = {r for r, tensor in (*posts.sends, *posts.receives) if tensor.numel()}
                 self._lanes[lane].agree_that_over(
                     f"{what}, over paced links",
-                    lambda: self.link.hold(what, crossing.slowest, since),
+                    lambda: link.hold(what, crossing.slowest, posts.since),
                     # Each listens to its neighbour first: of any that is killed one hears at once.
                     [r for r in self._others() if r in peers],
                 )
             came = crossing.arrives
         finally:
-            self.link.ends(came, since, time.perf_counter())
+            posts.arrive(came)
 
     @property
     def hosts(self) -> tuple[str, ...]:

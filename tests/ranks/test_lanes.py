@@ -162,6 +162,29 @@ def gathered_twice(fabric, memory):
         fabric.gather(row.view(torch.uint8), "w", [])
 
 
+def exchanged_twice(fabric, memory):
+    for row in memory:
+        fabric.exchange(row, None, "w", [])
+
+
+def exchanged_in_buckets(fabric, memory):
+    for row in memory:
+        fabric.exchange_all([row], [])
+
+
+@pytest.mark.parametrize("twice", [gathered_twice, exchanged_twice, exchanged_in_buckets])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_collectives_of_the_same_bytes_do_not_overlap(twice, is_same):
+    """All that each of them reads and writes is named, by whoever hands it over."""
+    told = Told()
+    fabric, turns = fabric_over(told)
+    first = torch.full((4,), 7.0)
+    twice(fabric, [first, first if is_same else torch.full((4,), 7.0)])
+    for turn in turns:
+        turn()
+    assert [len(begun) for _, begun in told.seen] == [1 if is_same else 2, 2]
+
+
 def test_bytes_that_set_out_before_the_turn_of_their_collective_count_from_then_on():
     fabric, turns = fabric_over(Told())
     events = []

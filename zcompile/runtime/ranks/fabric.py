@@ -1,18 +1,17 @@
 """Carries bytes between the ranks that train one model: gathers, exchanges and agreements.
 
-Each kind has a lane of its own: a tag of its own, and a thread that carries out one collective
-after the other, in the order in which they were handed over. Every rank hands them over in the same
-order. That is agreed before bytes move: each compiled call, and each op outside of one that
-concerns several ranks, first compares what all ranks are about to do, and how. What differs raises
-on all of them.
+Each kind has a lane of its own: a tag of its own, and a thread that lets collectives begin and end
+in the order in which they were handed over, to which every rank hands them over alike. That is
+agreed before bytes move: each compiled call, and each op outside of one that concerns several
+ranks, first compares what all ranks are about to do, and how. What differs raises on all of them.
 
 A collective is messages between pairs of ranks, each into the place where its bytes belong; what
 lies in the memory of a device passes memory of the host (`transport.py`). Between memories of the
 host, while a lane waits for the messages of one collective, those of the next ones are on their way
-already, as far as nothing stands before them: they begin and end in the order of the lane. So
-small collectives wait for the other ranks together, and not one after the other. Who waits for one
-waits for a promise that another thread can break: a rank that fails, ends, or never comes ends all
-that waits for it (`watch.py`).
+already, as far as nothing stands before them. So small collectives wait for the other ranks
+together, and not one after the other; elsewhere one begins when the one before has ended. Who waits
+for one waits for a promise that another thread can break: a rank that fails, ends, or never comes
+ends all that waits for it (`watch.py`).
 """
 
 import hashlib
@@ -242,7 +241,8 @@ class _HandedOver(NamedTuple):
 
 
 class _Lane:
-    """The messages of one kind of collective, and the thread that carries them out one by one."""
+    """The messages of one kind of collective, and the thread that waits for them in order: those of
+    several are under way at once, where `posted` says so."""
 
     def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
         self._channel = Channel(group, tag)

@@ -69,6 +69,13 @@ SENTENCES = {
         "    rank 1: call aten.add_\n"
         "  to fix: let every rank make the same calls",
     ),
+    errors.CallChanged: (
+        ("forward of graph0", 3, b"\x01\x02\x03\x04\x05", b"\xff" * 16),
+        "forward of graph0 would make 3 collectives with digest ffffffff, and all ranks have "
+        "agreed on those with digest 01020304 for this call; bytes of one tensor would be taken "
+        "for those of another, so all ranks end. This is a defect of zcompile: report it with this "
+        "line and the config, and start all ranks again from a checkpoint to go on",
+    ),
     errors.RankFailed: (
         (1, "node7", "failed: ValueError: no", "start all ranks again"),
         "rank 1 on node7 failed: ValueError: no; start all ranks again",

@@ -169,6 +169,23 @@ class RankFailed(ZinfError, RuntimeError):
         self.rank, self.host = rank, host
 
 
+class CallChanged(ZinfError, RuntimeError):
+    """A call would make other collectives than those that all ranks have agreed on for it: a defect
+    of zcompile. The rank that finds it raises this, and the others `RankFailed` with its sentence.
+
+    agreed, found  digests of the collectives
+    """
+
+    def __init__(self, call: str, collectives: int, agreed: bytes, found: bytes) -> None:
+        super().__init__(
+            f"{call} would make {collectives} collectives with digest {found.hex()[:8]}, and all "
+            f"ranks have agreed on those with digest {agreed.hex()[:8]} for this call; bytes of "
+            "one tensor would be taken for those of another, so all ranks end. This is a defect of "
+            "zcompile: report it with this line and the config, and start all ranks again from a "
+            "checkpoint to go on"
+        )
+
+
 class DiskUnusable(ZinfError, OSError):
     """The directory given as `disk` cannot serve as the disk tier."""
 

@@ -7,7 +7,7 @@ import torch
 from rank_models import adamw, batch, words
 
 import zcompile
-from zcompile.errors import RanksDiffer
+from zcompile.errors import CallChanged, RankFailed, RanksDiffer, ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.partition import Partition
 from zcompile.ir.schedule import Agree, Ticket
@@ -72,7 +72,7 @@ def test_a_call_is_not_agreed_on_twice():
     assert ticket.done()
     assert not begun
     assert call_agreeing(None)[0] == "promise"
-    with pytest.raises(AssertionError, match="a plan changes nothing that crosses"):
+    with pytest.raises(CallChanged, match="forward of graph0 would make 0 collectives"):
         call_agreeing(b"another call")
 
 
@@ -100,3 +100,37 @@ def agreements(mesh):
 def test_forward_backward_and_step_agree_once_each(pool):
     rows = pool.run(agreements, 2)
     assert [found[-2:] for found in rows] == [[3, 3]] * 2
+
+
+def changed_between(mesh):
+    """What each rank raises of a call that becomes another one on rank 1 once all have agreed."""
+    model = words()
+    zcompile.offload(model, mesh=mesh, device="cpu", device_memory="4MiB", host_memory="64MiB")
+    rank, session = mesh.get_local_rank(), session_behind(model)
+    run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
+    for step in range(3):
+        run(*batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    digests, uses = session.executor.call_digests, []
+    made = digests.of
+
+    def of(schedule, entries):
+        uses.append(made(schedule, entries))
+        return uses[-1] if len(uses) == 1 else b"something else!!"
+
+    if rank == 1:
+        digests.of = of
+    with pytest.raises(ZinfError) as met:
+        run(*batch(3, rank)).backward()
+    with pytest.raises(ZinfError):  # nothing goes on after it
+        run(*batch(3, rank)).backward()
+    zcompile.close(model)
+    return type(met.value).__name__, str(met.value), len(uses)
+
+
+def test_a_call_that_is_another_than_agreed_on_ends_all_ranks_with_that_cause(pool):
+    (kind, text, _), (changed, cause, uses) = pool.run(changed_between, 2)
+    assert (kind, changed, uses) == (RankFailed.__name__, CallChanged.__name__, 2)
+    assert "forward of graph" in cause
+    assert f"failed: CallChanged: {cause}" in text

@@ -1,12 +1,15 @@
 """What of collectives is done together: messages that wait at once, and sums that are made in one
 job. Without any other rank."""
 
+import threading
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from zcompile.runtime.ranks.fabric import MOST_BEGUN, Exchanged, Fabric, _Lane, _Posts
+from zcompile.runtime.ranks.link import RankLink
 from zcompile.runtime.ranks.transport import HostMessages
 from zcompile.runtime.transfer.ticket import Promise, Ready
 
@@ -30,14 +33,21 @@ class Told:
 
 
 def lane_of(told):
-    lane = _Lane("gather", None, 0, pytest.fail)
+    """A lane, and the turns that its thread would take, for the test to take."""
+    lane, turns = _Lane("gather", None, 0, pytest.fail), []
+    lane.stop()
     lane._carries = HostMessages(told)
-    return lane
+    lane._workers = SimpleNamespace(submit=turns.append)
+    return lane, turns
 
 
-def posts_of(number, *after, memory=None, bring=lambda: None):
+def hand_over(lane, posts):
+    lane.submit(partial(lane.posted, "gather", posts, RankLink()), posts)
+
+
+def posts_of(number, *after, memory=None, is_alone=False):
     row = torch.full((4,), number) if memory is None else memory.fill_(number)
-    return _Posts([(1, row)], [(1, row)], (row,), after, bring)
+    return _Posts([(1, row)], [(1, row)], (row,), after, is_alone=is_alone)
 
 
 def done(error=None):
@@ -49,19 +59,13 @@ def done(error=None):
 def seen_by(*rows, paced=False):
     """What had been begun when each of the collectives was waited for; all are handed over."""
     told = Told()
-    lane = lane_of(told)
+    lane, turns = lane_of(told)
     if paced:
-        lane.pace()
-    try:
-        for row in rows:
-            lane.expect(row)
-        for number, row in enumerate(rows):
-            if row is None:
-                lane.alone("spread", [], [(1, torch.full((4,), number))])
-            else:
-                lane.posted("gather")
-    finally:
-        lane.stop()
+        lane._holds = SimpleNamespace()
+    for row in rows:
+        hand_over(lane, row)
+    for turn in turns:
+        turn()
     assert not lane._coming, "memory is dropped with what was done"
     return told.seen
 
@@ -81,45 +85,120 @@ def test_what_something_stands_before_waits_for_its_turn(why):
     """Others that come behind it wait too: each rank sends and receives in one order."""
     shared, late = torch.zeros(4, dtype=torch.int64), Promise()
     first = posts_of(0, memory=shared if why == "memory" else None)
-    if why == "ticket":
-        second = posts_of(1, late, bring=lambda: None)
-        first.bring = lambda: None
-    elif why == "memory":
-        second = posts_of(1)
+    second = posts_of(1, *([late] if why == "ticket" else []), is_alone=why == "alone")
+    if why == "memory":
         second._ranges = first._ranges
-    else:
-        second = None if why == "alone" else posts_of(1)
     third = posts_of(2)
     told = seen_by_turns(first, second, third, late) if why == "ticket" else None
     found = told or seen_by(first, second, third, paced=why == "paced")
     assert found[0] == (0, [0])
-    assert [begun for _, begun in found][-1] == [0, 1, 2], "in order"
+    assert found[1] == (1, [0, 1] if why in ("alone", "paced") else [0, 1, 2])
+    assert found[2] == (2, [0, 1, 2]), "in order"
 
 
 def seen_by_turns(first, second, third, late):
     """As `seen_by`, where `late` is kept once the first is over, as a job waits for it."""
     told = Told()
-    lane = lane_of(told)
+    lane, turns = lane_of(told)
     for row in (first, second, third):
-        lane.expect(row)
-    lane.posted("gather")
+        hand_over(lane, row)
+    turns[0]()
     late.finish()
-    lane.posted("gather")
-    lane.posted("gather")
-    lane.stop()
+    turns[1]()
+    turns[2]()
     return told.seen
 
 
 def test_what_fails_ahead_is_raised_in_its_turn():
     told, error = Told(), OSError("the share is not there")
-    lane = lane_of(told)
+    lane, turns = lane_of(told)
     for posts in (posts_of(0), posts_of(1, done(error)), posts_of(2)):
-        lane.expect(posts)
-    lane.posted("gather")
+        hand_over(lane, posts)
+    turns[0]()
     assert told.seen == [(0, [0])], "the third would be taken for the second"
     with pytest.raises(OSError, match="the share is not there"):
-        lane.posted("gather")
-    lane.stop()
+        turns[1]()
+
+
+def fabric_over(told):
+    """A fabric of two ranks whose lanes have these messages, and the turns of its threads."""
+    fabric = object.__new__(Fabric)
+    fabric.rank, fabric.size = 0, 2
+    fabric._lock, fabric._pending, fabric._error = threading.Lock(), set(), None
+    fabric.link, fabric.moved = RankLink(), {name: [0, 0.0] for name in ("gather", "exchange")}
+    lane, turns = lane_of(told)
+    fabric._lanes = dict.fromkeys(fabric.moved, lane)
+    return fabric, turns
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_what_an_interrupt_keeps_from_its_lane_is_taken_back_whole(is_queued):
+    """Else the next job carries out what this one was to, and keeps its promise too early."""
+    told = Told()
+    fabric, turns = fabric_over(told)
+    workers = fabric._lanes["gather"]._workers
+
+    def interrupted(turn):
+        workers.submit = turns.append
+        if is_queued:
+            turns.append(turn)
+        raise KeyboardInterrupt
+
+    workers.submit = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        fabric.gather(torch.full((8,), 1, dtype=torch.uint8), "a", [])
+    assert not fabric._pending, "who ends the session waits for what is pending"
+    promise = fabric.gather(torch.full((8,), 2, dtype=torch.uint8), "b", [])
+    turns[0]()
+    assert promise.done()
+    assert told.seen == [(2, [2])]
+    for turn in turns[1:]:
+        turn()
+    assert told.seen == [(2, [2])]
+
+
+def gathered_twice(fabric, memory):
+    for row in memory:
+        fabric.gather(row.view(torch.uint8), "w", [])
+
+
+def exchanged_twice(fabric, memory):
+    for row in memory:
+        fabric.exchange(row, None, "w", [])
+
+
+def exchanged_in_buckets(fabric, memory):
+    for row in memory:
+        fabric.exchange_all([row], [])
+
+
+@pytest.mark.parametrize("twice", [gathered_twice, exchanged_twice, exchanged_in_buckets])
+@pytest.mark.parametrize("is_same", [True, False])
+def test_collectives_of_the_same_bytes_do_not_overlap(twice, is_same):
+    """All that each of them reads and writes is named, by whoever hands it over."""
+    told = Told()
+    fabric, turns = fabric_over(told)
+    first = torch.full((4,), 7.0)
+    twice(fabric, [first, first if is_same else torch.full((4,), 7.0)])
+    for turn in turns:
+        turn()
+    assert [len(begun) for _, begun in told.seen] == [1 if is_same else 2, 2]
+
+
+def test_bytes_that_set_out_before_the_turn_of_their_collective_count_from_then_on():
+    fabric, turns = fabric_over(Told())
+    events = []
+    fabric.link = SimpleNamespace(
+        is_paced=False,
+        begins=lambda at: events.append(("begins", at)),
+        ends=lambda nbytes, since, at: events.append((nbytes, since)),
+    )
+    gathered_twice(fabric, [torch.zeros(4), torch.zeros(4)])
+    for turn in turns:
+        turn()
+    (kind, one), (other_kind, other), *ends = events
+    assert (kind, other_kind) == ("begins", "begins")
+    assert ends == [(8, one), (8, other)]
 
 
 def fabric_alone():

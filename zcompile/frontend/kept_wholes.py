@@ -6,8 +6,9 @@ precision, of which half the bytes are gathered.
 What is kept decides what crosses between ranks, while plans, and events that need the device's
 room, are those of one rank. So before each forward and backward the ranks tell each other what they
 keep of what it gathers, and whether that is up to date: read is what all of them keep, and gathered
-what is out of date on any of them. Where they tell the same, as nearly always, that is one
-agreement more in each call.
+what is out of date on any of them. The digest of the call's collectives goes along: where all tell
+the same, as nearly always, the call itself has no agreement any more, except where ranks have to
+tell each other of hooks on gradients that are made narrow.
 
 With `stage="auto"` rank 0 chooses, at its own costs. The others see what it keeps, and plan their
 next step with that; if one of them has no room for it, rank 0 gives it up.

@@ -70,7 +70,7 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
                   has sent (`gather`, `exchange`, `agree`), and `seconds` that those took. `bytes`
                   and `seconds` above then have `rank_to_rank` too (between nodes, `node_to_node`):
                   what has come to this rank in gathers and exchanges, and the seconds in which some
-                  of it was on its way
+                  of it was on its way, until the rank took note that it had come
     plan          only there: `stage` of ZeRO that is in force, 2 or 3; `gathered`: parameters of
                   which ranks hold shares, and `whole`: those of them that are kept whole on the
                   device of every rank, which take `whole_bytes`

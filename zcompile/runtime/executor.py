@@ -20,7 +20,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from zcompile.errors import ParameterChanged, TierFull, Unsupported
+from zcompile.errors import CallChanged, ParameterChanged, TierFull, Unsupported
 from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
     Agree,
@@ -779,7 +779,10 @@ class _Call:
         detail = self.call_digests.of(self.schedule, entries)
         if self.agreed_ahead is not None:
             # Others go on now: a rank whose plan has made something else of it has to end them.
-            assert self.agreed_ahead == detail, "a plan changes nothing that crosses"
+            if self.agreed_ahead != detail:
+                call = f"{agree.name} of {self.schedule.name}"
+                rows = self.schedule.collectives
+                raise CallChanged(call, len(rows), self.agreed_ahead, detail)
             self.tickets[agree.ticket] = Ready()
             return
         text = f"of {self.schedule.name}: {len(self.schedule.collectives)} collectives"

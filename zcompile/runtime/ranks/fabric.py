@@ -1,18 +1,17 @@
 """Carries bytes between the ranks that train one model: gathers, exchanges and agreements.
 
-Each kind has a lane of its own: a tag of its own, and a thread that carries out one collective
-after the other, in the order in which they were handed over. Every rank hands them over in the same
-order. That is agreed before bytes move: each compiled call, and each op outside of one that
-concerns several ranks, first compares what all ranks are about to do, and how. What differs raises
-on all of them.
+Each kind has a lane of its own: a tag of its own, and a thread that lets collectives begin and end
+in the order in which they were handed over, to which every rank hands them over alike. That is
+agreed before bytes move: each compiled call, and each op outside of one that concerns several
+ranks, first compares what all ranks are about to do, and how. What differs raises on all of them.
 
 A collective is messages between pairs of ranks, each into the place where its bytes belong; what
 lies in the memory of a device passes memory of the host (`transport.py`). Between memories of the
 host, while a lane waits for the messages of one collective, those of the next ones are on their way
-already, as far as nothing stands before them: they begin and end in the order of the lane. So
-small collectives wait for the other ranks together, and not one after the other. Who waits for one
-waits for a promise that another thread can break: a rank that fails, ends, or never comes ends all
-that waits for it (`watch.py`).
+already, as far as nothing stands before them. So small collectives wait for the other ranks
+together, and not one after the other; elsewhere one begins when the one before has ended. Who waits
+for one waits for a promise that another thread can break: a rank that fails, ends, or never comes
+ends all that waits for it (`watch.py`).
 """
 
 import hashlib
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -158,9 +157,10 @@ class _Posts:
     Whatever the one before comes after is over when that has begun. So what is new is only that
     both touch memory at the same time, which they may where it is not the same.
 
-    memory  all that is read or written
-    after   complete before they begin
-    bring   called before they do: what this rank itself brings
+    memory    all that is read or written
+    after     complete before they begin
+    bring     called before they do: what this rank itself brings
+    is_alone  they begin when those before them have ended, and those behind them when they have
     """
 
     def __init__(
@@ -170,12 +170,17 @@ class _Posts:
         memory: Sequence[Tensor],
         after: Sequence[Ticket],
         bring: Callable[[], None] = lambda: None,
+        is_alone: bool = False,
     ) -> None:
         self.sends, self.receives, self.bring = sends, receives, bring
+        self.is_alone = is_alone
         self._after = after
         self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory]
         self._works: list[Work] | None = None
         self._error: BaseException | None = None
+        self._link: RankLink | None = None
+        self.since = 0.0
+        """When they set out, on the clock of perf_counter."""
 
     @property
     def have_begun(self) -> bool:
@@ -187,7 +192,7 @@ class _Posts:
 
     def may_begin(self, others: "Sequence[_Posts]") -> bool:
         """Whether nothing stands before them but messages of others, of other memory."""
-        if not all(ticket.done() for ticket in self._after):
+        if self.is_alone or not all(ticket.done() for ticket in self._after):
             return False
         apart = (
             end <= low or high <= begin
@@ -197,7 +202,17 @@ class _Posts:
         )
         return all(apart)
 
-    def begin(self, carrier: HostMessages) -> None:
+    def set_out(self, link: RankLink) -> None:
+        """From now on, and until they `arrive`, they count as on their way over the link."""
+        self._link, self.since = link, time.perf_counter()
+        link.begins(self.since)
+
+    def arrive(self, nbytes: int) -> None:
+        """They are over, and `nbytes` have come; 0: they have failed, if they ever set out."""
+        if self._link is not None:
+            self._link.ends(nbytes, self.since, time.perf_counter())
+
+    def begin(self, carrier: HostMessages, link: RankLink) -> None:
         """Begin; what goes wrong is raised when their turn has come."""
 
         def note(error: BaseException) -> None:
@@ -206,6 +221,7 @@ class _Posts:
         with Reporting(note):
             for ticket in self._after:
                 ticket.wait()  # it is complete, well or badly
+            self.set_out(link)
             self.bring()
             self._works = carrier.begin(self.sends, self.receives)
 
@@ -217,15 +233,23 @@ class _Posts:
         carrier.end(self._works, at)
 
 
+class _HandedOver(NamedTuple):
+    """A job of a lane, and the messages that it has `posted`; None: it does something else."""
+
+    job: Callable[[], None]
+    posts: _Posts | None
+
+
 class _Lane:
-    """The messages of one kind of collective, and the thread that carries them out one by one."""
+    """The messages of one kind of collective, and the thread that waits for them in order: those of
+    several are under way at once, where `posted` says so."""
 
     def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
         self._channel = Channel(group, tag)
         self._carries: Messages = HostMessages(self._channel)
-        self._coming: deque[_Posts | None] = deque()
-        """Of the collectives that were handed over and have not ended, in order; None: it begins
-        when those before have ended, and those behind it when it has."""
+        self._coming: deque[_HandedOver] = deque()
+        """What was handed over and has not had its turn, in order: jobs together with their
+        messages, so that none of these is ever taken for that of another job."""
         self._lock = threading.Lock()
         self._name, self._crashed = name, crashed
         self._workers = Workers(f"zinf-{name}", 1, crashed)
@@ -233,14 +257,29 @@ class _Lane:
         """The thread that a paced link holds, while that of the lane listens to the others."""
         self.waiting: Waiting | None = None
 
-    def submit(self, job: Callable[[], None]) -> None:
-        self._workers.submit(job)
+    def submit(self, job: Callable[[], None], posts: _Posts | None = None) -> None:
+        """Hand a job over; what is raised on the way, as by an interrupt, takes all of it back.
 
-    def expect(self, posts: _Posts | None) -> None:
-        """A collective is handed over, in a lane where they may overlap: the next one whose job
-        calls `posted`, or `alone` (None)."""
+        posts  what the job calls `posted` with; None: it does not
+        """
+        handed_over = _HandedOver(job, posts)
         with self._lock:
-            self._coming.append(posts)
+            try:
+                self._coming.append(handed_over)
+                # The thread is woken once too often where this fails afterwards, never too seldom.
+                self._workers.submit(self._take_turn)
+            except BaseException:
+                if self._coming and self._coming[-1] is handed_over:
+                    self._coming.pop()
+                raise
+
+    def _take_turn(self) -> None:
+        """Carry out what was handed over first, if that was not taken back."""
+        with self._lock:
+            if not self._coming:
+                return
+            job = self._coming.popleft().job
+        job()
 
     def stop(self) -> None:
         """End the threads after what they do now, without waiting for that."""
@@ -269,42 +308,35 @@ class _Lane:
         with self._waits_for(what) as at:
             self._carries.carry(sends, receives, at)
 
-    def alone(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """As `messages`, of a lane whose collectives may overlap: this one with no other."""
-        assert self._coming[0] is None, "collectives are carried out in order"
-        self.messages(what, sends, receives)
-        self._coming.popleft()
+    def posted(self, what: str, posts: _Posts, link: RankLink) -> None:
+        """Carry out a collective, within the job that was handed over with it. Those behind it
+        begin meanwhile, as far as they may, if memory of the host is all that is touched and
+        nothing paces the link.
 
-    def posted(self, what: str) -> None:
-        """Carry out the collective whose messages come next. Those behind it begin meanwhile, as
-        far as they may, if memory of the host is all that is touched and nothing paces the link.
-
+        link    told when its bytes set out, and those of others that begin meanwhile
         raises  as of `Messages`
         """
-        posts, carrier = self._coming[0], self._carries
-        assert posts is not None, "collectives are carried out in order"
+        carrier = self._carries
         if self._holds is None and isinstance(carrier, HostMessages):
             with self._waits_for(what) as at:
-                self._begin_all(carrier)
+                self._begin_all(posts, carrier, link)
                 posts.end(carrier, at)
         else:
+            posts.set_out(link)
             posts.bring()
             self.messages(what, posts.sends, posts.receives)
-        self._coming.popleft()
 
-    def _begin_all(self, carrier: HostMessages) -> None:
-        """Begin the first of those that come, and what may begin behind it."""
-        begun: list[_Posts] = []
+    def _begin_all(self, first: _Posts, carrier: HostMessages, link: RankLink) -> None:
+        """Begin a collective whose turn has come, and what may begin behind it."""
         with self._lock:
-            coming = list(islice(self._coming, MOST_BEGUN))
-        for posts in coming:
-            if posts is None:
-                return
+            coming = [row.posts for row in self._coming if row.posts is not None]
+        begun: list[_Posts] = []
+        for posts in (first, *coming[: MOST_BEGUN - 1]):
             if not posts.have_begun:
                 if begun and not posts.may_begin(begun):
                     return
-                posts.begin(carrier)
-            if posts.has_failed:  # what comes next would be taken for it
+                posts.begin(carrier, link)
+            if posts.has_failed or posts.is_alone:  # what comes next would be taken for it
                 return
             begun.append(posts)
 
@@ -849,17 +881,13 @@ class Fabric:
     def spread(self, memory: Tensor, name: str) -> None:
         """Give all ranks the bytes of rank 0: uint8 [n]."""
 
-        def send() -> None:
-            first = self.rank == 0
-            self._carry_alone(
-                f"spread {name!r}",
-                [(r, memory) for r in self._others()] if first else [],
-                [] if first else [(0, memory)],
-                Crossing(0 if first else memory.numel(), memory.numel()),
-            )
-
-        sent = memory.numel() * (self.size - 1) * (self.rank == 0)
-        _wait_for(self._submit("gather", f"spread {name!r}", send, (), sent, None))
+        first, what = self.rank == 0, f"spread {name!r}"
+        sends = [(r, memory) for r in self._others()] if first else []
+        receives = [] if first else [(0, memory)]
+        posts = _Posts(sends, receives, (memory,), (), is_alone=True)
+        crossing = Crossing(0 if first else memory.numel(), memory.numel())
+        sent = memory.numel() * len(sends)
+        _wait_for(self._submit_posts("gather", what, posts, crossing, (), sent))
 
     def deliver(
         self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
@@ -869,26 +897,12 @@ class Fabric:
         sends, receives  by rank: uint8 [n] on the host, as long on both sides
         raises           RankFailed
         """
-
         sent, came = (sum(t.numel() for t in some.values()) for some in (sends, receives))
-
-        def carry() -> None:
-            crossing = Crossing(came, max(sent, came))
-            self._carry_alone(what, list(sends.items()), list(receives.items()), crossing)
-
-        _wait_for(self._submit("gather", what, carry, (), sent, None))
-
-    def _carry_alone(
-        self,
-        what: str,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        crossing: Crossing,
-    ) -> None:
-        """Carry out one collective among the gathers, while no other is under way."""
-        lane = self._lanes["gather"]
-        carry = partial(lane.alone, what, sends, receives)
-        self._carry("gather", what, carry, (*sends, *receives), crossing)
+        outward, inward = list(sends.items()), list(receives.items())
+        memory = (*sends.values(), *receives.values())
+        posts = _Posts(outward, inward, memory, (), is_alone=True)
+        crossing = Crossing(came, max(sent, came))
+        _wait_for(self._submit_posts("gather", what, posts, crossing, (), sent))
 
     def _submit_posts(
         self,
@@ -900,40 +914,25 @@ class Fabric:
         sent: int,
     ) -> Promise:
         """Hand over a collective that may begin before others have ended."""
-        carry, messages = partial(self._lanes[lane].posted, what), (*posts.sends, *posts.receives)
-
-        def collect() -> None:
-            self._carry(lane, what, carry, messages, crossing)
-
+        collect = partial(self._carry, lane, what, posts, crossing)
         return self._submit(lane, what, collect, after, sent, posts)
 
-    def _carry(
-        self,
-        lane: str,
-        what: str,
-        carry: Callable[[], None],
-        messages: Sequence[Message],
-        crossing: Crossing,
-    ) -> None:
-        """Carry out one collective in its lane, at the pace of the link. raises  PeerGone
-
-        carry     sends and receives `messages`
-        """
-        since, came = time.perf_counter(), 0
-        self.link.begins(since)
+    def _carry(self, lane: str, what: str, posts: _Posts, crossing: Crossing) -> None:
+        """Carry out one collective in its lane, at the pace of the link. raises  PeerGone"""
+        link, came = self.link, 0
         try:
-            carry()
-            if self.link.is_paced:
-                peers = {r for r, tensor in messages if tensor.numel()}
+            self._lanes[lane].posted(what, posts, link)
+            if link.is_paced:
+                peers = {r for r, tensor in (*posts.sends, *posts.receives) if tensor.numel()}
                 self._lanes[lane].agree_that_over(
                     f"{what}, over paced links",
-                    lambda: self.link.hold(what, crossing.slowest, since),
+                    lambda: link.hold(what, crossing.slowest, posts.since),
                     # Each listens to its neighbour first: of any that is killed one hears at once.
                     [r for r in self._others() if r in peers],
                 )
             came = crossing.arrives
         finally:
-            self.link.ends(came, since, time.perf_counter())
+            posts.arrive(came)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -1006,14 +1005,14 @@ class Fabric:
         job: Callable[[], None],
         after: Sequence[Ticket],
         sent: int,
-        *posts: _Posts | None,
+        posts: _Posts | None = None,
     ) -> Promise:
         """Hand a collective over to its lane.
 
         after  is complete before it begins
         sent   bytes that this rank sends
-        posts  its messages, if they may begin before others have ended; None: they may not, nor
-               may those behind them; nothing: it has no messages, or the lane has no other kind
+        posts  its messages, in a lane whose collectives may overlap; None: it has none, or the
+               lane is another one
         """
         promise, jobs = Promise(), [job]
         del job
@@ -1045,10 +1044,12 @@ class Fabric:
         with self._lock:
             error = self._error
             if error is None:
-                self._pending.add(promise)
-                for of in posts:
-                    self._lanes[lane].expect(of)
-                self._lanes[lane].submit(carry_out)
+                try:
+                    self._pending.add(promise)
+                    self._lanes[lane].submit(carry_out, posts)
+                except BaseException:
+                    self._pending.discard(promise)  # nobody carries it out
+                    raise
         if error is not None:
             promise.finish(error)
         return promise

@@ -65,8 +65,9 @@ class RankLink:
         return held and f"paces {held} by its throttle"
 
     def begins(self, at: float) -> None:
-        """A collective begins now, `at` on the clock of perf_counter. Its bytes are on their way
-        until it `ends`; time in which two are counts once."""
+        """A collective begins now, `at` on the clock of perf_counter: those that overlap before
+        their turn in the lane. Its bytes count as on their way until it `ends`, which this rank
+        learns in that turn, maybe after they came; time in which two are counts once."""
         with self._lock:
             if not self._begun:
                 self._since = at

@@ -2,20 +2,23 @@
 its bound is no higher."""
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 from dry_runs import SMALL
 from traced_steps import adamw, adamw_by_foreach, named, traced
 
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid
 from zcompile.frontend.dry_run.plan import terms_of
-from zcompile.ir.optimizer_step import chunk_region
-from zcompile.ir.schedule import Borrow, Run
-from zcompile.ir.types import SMALL_BYTES, EntryKind, Phase
+from zcompile.ir.optimizer_step import ON_HOST, chunk_region
+from zcompile.ir.schedule import SERIALS, Borrow, Run
+from zcompile.ir.step import StepCall, StepTrace, joined
+from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, MiB
-from zcompile.machine.cost import Costs
+from zcompile.machine.cost import Costs, Line
 from zcompile.machine.model import Machine, MachineInvalid
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import outlook
@@ -28,8 +31,17 @@ from zcompile.planner.host_step import (
     with_host_updates,
     without_host_updates,
 )
-from zcompile.planner.placement import HOST, operands_of_host_updates
+from zcompile.planner.placement import (
+    HOST,
+    Group,
+    Room,
+    beside_updates,
+    evaluate,
+    fractions,
+    operands_of_host_updates,
+)
 from zcompile.planner.simulator import simulate
+from zcompile.runtime.session import Session
 from zcompile.verify.schedule import verify_schedule
 
 
@@ -237,9 +249,10 @@ def step_seconds_at(host: float) -> tuple[float, float]:
     costs, step = terms.costs(), traced()
     alone = demand_of(step, costs.region_seconds, machine=costs.machine).phases_s
     demand = demand_on_host(step, costs)
-    ((update, forward, together_s),) = demand.pairs
-    assert [demand.segments[n].phase for n in (update, forward)] == [Phase.STEP, Phase.FORWARD]
-    return alone[Phase.STEP] + alone[Phase.FORWARD], together_s
+    together = {frozenset(demand.segments[n].phase for n in s): s_ for s, s_ in demand.together}
+    assert together.keys() == {frozenset(Phase), frozenset({Phase.STEP, Phase.FORWARD})}
+    least_s = together[frozenset({Phase.STEP, Phase.FORWARD})]
+    return alone[Phase.STEP] + alone[Phase.FORWARD], least_s
 
 
 def test_the_bound_counts_updates_as_device_and_host_share_them():
@@ -261,3 +274,192 @@ def test_the_bound_counts_updates_as_device_and_host_share_them():
     half = step_seconds_at(rate)[1]
     assert half >= alone / 2
     assert half < alone
+
+
+def with_rows(step: StepTrace, awaits: bool) -> StepTrace:
+    """The step with rows that read a value of the device, or none of which does."""
+
+    def changed(call: StepCall) -> StepCall:
+        rows = tuple(replace(row, awaits_compute=awaits) for row in call.schedule.rows)
+        return replace(call, schedule=replace(call.schedule, rows=rows, serial=next(SERIALS)))
+
+    return replace(step, calls=tuple(changed(c) if c.schedule.rows else c for c in step.calls))
+
+
+def of_another_model(step: StepTrace) -> StepTrace:
+    """The same step of entries that are others."""
+
+    def other(ref: EntryRef) -> EntryRef:
+        return ref._replace(number=ref.number + 1_000_000)
+
+    calls = [
+        StepCall(c.schedule, tuple(map(other, c.entries)), tuple(map(other, c.made)))
+        for c in step.calls
+    ]
+    facts = {other(ref): replace(f, ref=other(ref)) for ref, f in step.facts.items()}
+    return replace(step, calls=tuple(calls), facts=facts)
+
+
+def in_micro_batches(step: StepTrace, count: int) -> StepTrace:
+    passes = [c for c in step.calls if c.phase is not Phase.STEP]
+    updates = [c for c in step.calls if c.phase is Phase.STEP]
+    return replace(step, calls=(*passes * count, *updates), micro_batches=count)
+
+
+def costs_at(step: StepTrace, device: float, host: float, **ways: bool) -> Costs:
+    """Where forward takes 2 ms, backward 20 ms, and device and host, behind a bus that takes no
+    time, need so many seconds for all updates."""
+    terms = terms_of(Config(device="cpu", updates="fastest"), machine(1e12))
+    costs = terms.costs()
+    costs = replace(costs, ways=replace(costs.ways, **ways))
+    regions, rows = {}, []
+    for call in (with_host_updates(step) or step).calls:
+        runs = [x.region for x in call.schedule.instructions if isinstance(x, Run)]
+        whole_s = {Phase.FORWARD: 2e-3, Phase.BACKWARD: 20e-3}.get(call.phase, 0.0)
+        for region in runs:
+            regions |= {r.key: whole_s / len(runs) for r in region.parts or (region,) if whole_s}
+        rows += [(call, row) for row in call.schedule.rows]
+    every = [chunk_region(c.schedule.name, r, 0, r.numel) for c, r in rows]
+    nbytes = sum(region.work.nbytes for region in every)
+    alike = {}
+    for region in every:
+        like = region.like.removeprefix(ON_HOST)
+        alike |= {like: Line(0.0, device / nbytes), f"{ON_HOST}{like}": Line(0.0, host / nbytes)}
+    return replace(costs, regions=regions, alike=alike)
+
+
+STEPS = {
+    "one model": lambda step: step,
+    "two in turn": lambda step: joined(step, of_another_model(step)),
+    "micro-batches": lambda step: in_micro_batches(step, 3),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("awaits", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_step_takes_less_than_its_least(name, awaits, asynchronous):
+    """With the host as fast as the device, faster and slower."""
+    step = STEPS[name](with_rows(traced(), awaits))
+    marked = with_host_updates(step)
+    room, homes = evaluated_at(1e9).room, dict.fromkeys(step.facts, "host")
+    arena = ArenaShare(4 * MiB, 4, MiB)
+    made = arranged(marked, homes, arena)
+    for host, ends in itertools.product((1e-3, 4e-3, 20e-3), (False, True)):
+        costs = costs_at(step, 4e-3, host, asynchronous=asynchronous, updates_end_steps=ends)
+        demand = demand_on_host(step, costs)
+        least = bound(demand, costs.machine.links, reaching(room)).seconds
+        assert simulate(made, costs, homes).step_s >= least * 0.9999, (host, ends)
+        assert least >= sum(s.compute_s for s in demand.segments) * 0.9999
+
+
+def windows(step: StepTrace, **ways: bool) -> list[tuple[int, ...]]:
+    """The segments in which rows may be computed, the whole step aside."""
+    demand = demand_on_host(step, costs_at(step, 1e-3, 1e-3, **ways))
+    return [several for several, _ in demand.together if len(several) < len(demand.segments)]
+
+
+def test_a_row_has_from_the_last_write_of_its_gradient_to_the_next_read_of_its_parameter():
+    """Segments of the steps: forward, backward, ..., step; those of two models in turn."""
+    free, awaiting = (with_rows(traced(), awaits) for awaits in (False, True))
+    three = in_micro_batches(free, 3)
+    assert windows(free, asynchronous=True) == []
+    assert windows(three, asynchronous=True) == [(0, 5, 6)]
+    assert windows(in_micro_batches(awaiting, 3), asynchronous=True) == [(0, 6)]
+    assert windows(three, asynchronous=False) == [(0, 6)]
+    assert windows(three, asynchronous=True, updates_end_steps=True) == [(5, 6)]
+    assert windows(three, asynchronous=False, updates_end_steps=True) == [(6,)]
+    both = joined(awaiting, of_another_model(awaiting))
+    assert windows(both, asynchronous=True) == [(0, 1, 2, 3, 5), (0, 2, 3, 4, 5)]
+
+
+def ends_of_backward_and_of_the_first_row(awaits: bool) -> tuple[float, float]:
+    """Seconds until backward is over, and until the host has submitted a row."""
+    step = with_host_updates(with_rows(traced(), awaits))
+    homes = dict.fromkeys(step.facts, "host")
+    made = arranged(step, homes, ArenaShare(4 * MiB, 4, MiB))
+    moments = simulate(made, costs_at(step, 1e-3, 1e-3), homes).moments
+    phases = [call.phase for call in made.calls]
+    backward = [m.end_s for m in moments if m.is_work and phases[m.call] is Phase.BACKWARD]
+    rows = [m.end_s for m in moments if m.is_work and m.instruction.effects.on_host]
+    return max(backward), min(rows)
+
+
+def test_the_host_waits_for_what_a_row_reads_of_the_device():
+    """As the factor of clipping, which is over once backward is; nothing else does it wait for."""
+    backward_s, row_s = ends_of_backward_and_of_the_first_row(awaits=True)
+    assert row_s >= backward_s * (1 - 1e-9)
+    backward_s, row_s = ends_of_backward_and_of_the_first_row(awaits=False)
+    assert row_s < backward_s
+
+
+def test_the_record_of_a_step_tells_rows_that_read_a_value_of_the_device():
+    """A fused optimizer counts its steps in tensors there."""
+    (update,) = (c for c in traced().calls if c.phase is Phase.STEP)
+    assert all(row.awaits_compute for row in update.schedule.rows)
+
+    class Streams:
+        is_on_host = staticmethod(lambda memory: memory.is_cpu)
+
+    class Beside:
+        streams = Streams()
+
+    class Here:
+        streams = None
+
+    class OnDevice:
+        device = Beside()
+
+    class OnHost:
+        device = Here()
+
+    there, number = torch.empty((), device="meta"), torch.ones(())
+    assert Session.any_on_device(OnDevice(), [1.0, number, there])
+    assert not Session.any_on_device(OnDevice(), [1.0, number])
+    assert not Session.any_on_device(OnHost(), [1.0, number])
+
+
+@pytest.mark.slow
+def test_a_factor_of_clipping_is_awaited_and_numbers_are_not():
+    (update,) = (c for c in traced(adamw_by_foreach).calls if c.phase is Phase.STEP)
+    assert not any(row.awaits_compute for row in update.schedule.rows)
+    (update,) = (c for c in traced(clipped).calls if c.phase is Phase.STEP)
+    assert any(row.awaits_compute for row in update.schedule.rows)
+
+
+class Clipped(torch.optim.AdamW):
+    """Clips gradients before its step."""
+
+    def step(self, closure=None):
+        torch.nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+def clipped(params):
+    return Clipped(params, foreach=True)
+
+
+def test_a_placement_lets_updates_go_on_beside_what_they_can():
+    free, awaiting = (with_host_updates(with_rows(traced(), a)) for a in (False, True))
+    rooms = [Room({"host": GiB}, updates_end_steps=ends) for ends in (False, True)]
+    forward, backward = Phase.FORWARD, Phase.BACKWARD
+    assert beside_updates(free, rooms[0]) == {forward: 1.0, backward: 1.0}
+    assert beside_updates(awaiting, rooms[0]) == {forward: 1.0}
+    assert beside_updates(free, rooms[1]) == {backward: 1.0}
+    assert beside_updates(in_micro_batches(free, 4), rooms[0]) == {forward: 0.25, backward: 0.25}
+    assert beside_updates(without_host_updates(free), rooms[0]) == {}
+
+
+@pytest.mark.parametrize(
+    ("beside", "hidden_s"),
+    [({}, 0.0), ({Phase.FORWARD: 0.25}, 1.0), ({Phase.FORWARD: 0.5, Phase.BACKWARD: 0.5}, 5.0)],
+)
+def test_seconds_of_the_host_are_hidden_by_parts_of_forward_and_backward(beside, hidden_s):
+    (ref,) = refs = (EntryRef(1),)
+    group = Group(MiB, refs, {"host": {(Phase.STEP, HOST): 9.0}})
+    compute = {Phase.FORWARD: 4.0, Phase.BACKWARD: 6.0, Phase.STEP: 0.5}
+    seconds, binding = evaluate([group], {ref: "host"}, compute, {}, beside)
+    assert seconds == pytest.approx(10 + 9 - hidden_s)
+    assert binding[Phase.STEP] == HOST
+    best = fractions([group], {"host": GiB}, compute, {}, 0, beside)
+    assert best.seconds == pytest.approx(seconds)

@@ -94,7 +94,11 @@ def plan_of(
     """
     room, machine, step = room_of(session, step), costs.machine, without_host_updates(step)
     if costs.ways.asynchronous:
-        room = replace(room, host_bytes_per_s=machine.host_update_bytes_per_s)
+        room = replace(
+            room,
+            host_bytes_per_s=machine.host_update_bytes_per_s,
+            updates_end_steps=costs.ways.updates_end_steps,
+        )
     link = machine.links.get("disk_write") if session.commit_log is not None else None
     commits = None if link is None else link.bytes_per_s
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes

@@ -73,6 +73,9 @@ class Row:
     copies   so many columns, the last ones, are low-precision copies that are made of others
     on_host  the host computes it, where all its operands rest; in the record of a step that is
              planned: it may (`planner/host_step.py`)
+    awaits_compute  a plain operand is on the device, as a factor of clipping or the steps of a
+                    fused optimizer are there: where the host computes the row, it first waits until
+                    all compute before is over
     """
 
     numel: int
@@ -81,6 +84,7 @@ class Row:
     compute: ChunkFunction
     copies: int = 0
     on_host: bool = False
+    awaits_compute: bool = False
 
     def resting_on_host(self) -> "Row":
         """The row as the host computes it: all operands where they rest."""
@@ -206,7 +210,8 @@ def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     text = f"chunk [{first}, {last})"
     if row.on_host:
         key, like, text = f"{ON_HOST}{key}", f"{ON_HOST}{like}", f"{text} on the host"
-    return Region(key, text, call, work, like, on_host=row.on_host)
+    awaits = row.on_host and row.awaits_compute
+    return Region(key, text, call, work, like, on_host=row.on_host, awaits_compute=awaits)
 
 
 def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:

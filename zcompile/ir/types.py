@@ -319,6 +319,8 @@ class Region:
     body    the code of `call` as an `fx.Graph`, so that it can be joined with others; else None
     parts   the regions that it was joined from, in order; their costs are what it costs
     on_host  the host computes it, on what lies in its own memory, and the device does not
+    awaits_compute  it is on the host, which first waits until all compute before is over, for what
+                    it reads of the device
     """
 
     key: str
@@ -332,6 +334,7 @@ class Region:
     body: Any = None
     parts: "tuple[Region, ...]" = ()
     on_host: bool = False
+    awaits_compute: bool = False
 
 
 class LiveBytes(NamedTuple):

@@ -90,15 +90,15 @@ class Demand:
                compute may make those of their masters
     gradients  which of the groups are gradients
     way        that all which crosses between ranks passes; None: there is one rank
-    pairs      (segment, segment, seconds): these two last at least so long together, for what may
-               be computed in either
+    together   (segments, seconds): these last at least so long together, for what may be computed
+               in any of them
     """
 
     groups: tuple[int, ...]
     segments: tuple[Segment, ...]
     gradients: frozenset[int] = frozenset()
     way: Link | None = None
-    pairs: tuple[tuple[int, int, float], ...] = ()
+    together: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @property
     def phases_s(self) -> Mapping[Phase, float]:
@@ -402,7 +402,8 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
         exchange bytes themselves, what comes and leaves by either counts in the first four
         T[s]     >= seconds of its compute, and of what crosses between ranks in it
         T[s]     >= seconds of each link for these bytes; links that take turns count together
-        T[s] + T[t] >= seconds of what may be computed in either of the two (`Demand.pairs`)
+        the sum of T over some segments >= seconds of what may be computed in any of these
+        (`Demand.together`)
 
     The sum of T is least. Every way of running the step in which nothing rests beside C and H, but
     for gradients from the end of backward to that of an optimizer's step after it, obeys all of
@@ -415,8 +416,8 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
     program, unit_s = LinearProgram(), _most_seconds(demand, links)
     _hold(program, demand, room)
     lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
-    for n, other, seconds in demand.pairs:
-        program.at_most(-seconds / unit_s, (("T", n), -1.0), (("T", other), -1.0))
+    for several, seconds in demand.together:
+        program.at_most(-seconds / unit_s, *((("T", n), -1.0) for n in several))
     times = [(("T", n), 1.0) for n in range(len(demand.segments))]
     found = _solved(program, times)
     least = sum(found[column] for column, _ in times)
@@ -597,14 +598,18 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
         phases[row.phase] = phases.get(row.phase, 0.0) + row.least_s
         for link, n in row.nbytes.items():
             nbytes[link] += n
-    lacks = sum(max(0.0, s - rows[n].least_s - rows[m].least_s) for n, m, s in demand.pairs)
-    due[COMPUTE] = due.get(COMPUTE, 0.0) + lacks
+    due[COMPUTE] = due.get(COMPUTE, 0.0) + _lacking(rows, demand)
     binding = max(due, key=lambda name: due[name], default=COMPUTE)
-    seconds = sum(row.least_s for row in plain)
-    seconds += sum(max(0.0, s - plain[n].least_s - plain[m].least_s) for n, m, s in demand.pairs)
+    seconds = sum(row.least_s for row in plain) + _lacking(plain, demand)
     if sharper is not None:  # less only where the solver takes tenths of a microsecond for nothing
         seconds = max(seconds, sharper.seconds)
     return Bound(seconds, nbytes, binding, rows, phases)
+
+
+def _lacking(rows: Sequence[Least], demand: Demand) -> float:
+    """Seconds that segments take longer than each by itself, for what several share."""
+    lacks = (s - sum(rows[n].least_s for n in several) for several, s in demand.together)
+    return max((0.0, *lacks))
 
 
 def least_of_segment(

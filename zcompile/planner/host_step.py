@@ -10,16 +10,21 @@ Source of the rule which rows may be computed so: all that such a row reads and 
 parameter, its gradient, its states, and a low-precision copy of it (`ir/late_updates.py`).
 
 The step does not wait for the host: rows go on beside the next forward, in the order in which that
-reads their parameters, and its fetch of each waits for its row.
+reads their parameters, and its fetch of each waits for its row. Where the host runs ahead of the
+device they begin beside backward, but for those that read a value of the device, as a factor of
+clipping: the host waits for that, and so for all compute before it.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from typing import NamedTuple
+
+import torch
 
 from zcompile.ir.late_updates import is_update, weight_of
-from zcompile.ir.optimizer_step import Row, chunk_region
+from zcompile.ir.optimizer_step import Column, Row, chunk_region
 from zcompile.ir.schedule import SERIALS
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
@@ -109,53 +114,136 @@ def order_of_need(step: StepTrace) -> Mapping[EntryRef, int]:
 # --- Bounds ---
 
 
-def demand_on_host(step: StepTrace, costs: Costs) -> Demand:
-    """What a step needs, whatever the host updates, which goes on beside the next forward.
+class _SharedRow(NamedTuple):
+    """A row that the host may compute.
 
-    An optimizer's segment computes what the device must. It and the forward behind it take together
-    at least what device and host take for both; where they are the same cores, the sum. Where a
-    commit ends a step, the segment takes that alone.
+    of         the segment whose optimizer computes it
+    here_s     seconds of the device for it; there_s: of the host
+    segments   those in the course of which the host may compute it
+    """
+
+    of: int
+    here_s: float
+    there_s: float
+    segments: frozenset[int]
+
+
+def demand_on_host(step: StepTrace, costs: Costs) -> Demand:
+    """What a step needs, whatever the host updates, which goes on beside the device.
+
+    An optimizer's segment computes what the device must. The host may compute a row from the
+    backward on that completes its gradient, since it runs ahead of the device, until a forward
+    reads what it writes; so it is these segments together that take at least what device and host
+    take for all that they compute, however they share such rows. So do all segments for all rows.
+    A row begins with its optimizer's segment where it awaits compute, or where host and device are
+    the same cores, which take the sum; it ends with that where a commit ends a step.
     """
     demand = demand_of(step, costs.region_seconds, machine=costs.machine)
-    ways = costs.ways
-    if not ways.asynchronous and ways.updates_end_steps:
+    rows = list(_shared_rows(with_host_updates(step) or step, costs))
+    if not rows:
         return demand
-    marked = with_host_updates(step) or step
-    segments, pairs = list(demand.segments), []
-    grouped = groupby(marked.calls, key=lambda call: call.phase)
-    for n, (phase, calls) in enumerate(grouped):
-        if phase is not Phase.STEP:
-            continue
-        segment, rows = segments[n], _either(calls, costs)
-        after = (n + 1) % len(segments)
-        if ways.updates_end_steps:
-            segments[n] = replace(segment, compute_s=_together_s(segment.compute_s, rows))
-            continue
-        alone_s = max(0.0, segment.compute_s - sum(here_s for here_s, _ in rows))
-        segments[n] = replace(segment, compute_s=alone_s)
-        if demand.segments[after].phase is Phase.FORWARD:
-            both_s = segment.compute_s + demand.segments[after].compute_s
-            if ways.asynchronous:
-                both_s = _together_s(both_s, rows)
-            else:
-                both_s -= sum(max(0.0, here_s - there_s) for here_s, there_s in rows)
-            pairs.append((n, after, both_s))
-    return replace(demand, segments=tuple(segments), pairs=tuple(pairs))
+    segments, movable_s = [], []
+    for n, segment in enumerate(demand.segments):
+        most_s = min(segment.compute_s, sum(row.here_s for row in rows if row.of == n))
+        segments.append(replace(segment, compute_s=segment.compute_s - most_s))
+        movable_s.append(most_s)
+    together = []
+    for window in {frozenset(range(len(segments))), *(row.segments for row in rows)}:
+        inside = [row for row in rows if row.segments <= window]
+        device_s = sum(segments[n].compute_s for n in window)
+        for n in window:
+            device_s += min(movable_s[n], sum(row.here_s for row in inside if row.of == n))
+        if costs.ways.asynchronous:
+            least_s = _together_s(device_s, [(row.here_s, row.there_s) for row in inside])
+        else:
+            least_s = device_s - sum(max(0.0, row.here_s - row.there_s) for row in inside)
+        together.append((tuple(sorted(window)), least_s))
+    return replace(demand, segments=tuple(segments), together=tuple(sorted(together)))
 
 
-def _either(calls: Iterable[StepCall], costs: Costs) -> list[tuple[float, float]]:
-    """Of each row that the host may compute: seconds of the device for it, and of the host."""
-    either = []
-    for call in calls:
-        for row in call.schedule.rows:
-            if row.on_host:
+def _shared_rows(step: StepTrace, costs: Costs) -> Iterator[_SharedRow]:
+    """The rows of a step that are marked for the host."""
+    stretches = [list(calls) for _, calls in groupby(step.calls, key=lambda call: call.phase)]
+    accesses = [_Accesses.of(calls) for calls in stretches]
+    ways, count = costs.ways, len(stretches)
+    for n, calls in enumerate(stretches):
+        for call in calls:
+            for row in call.schedule.rows:
+                if not row.on_host:
+                    continue
+                before = after = 0
+                if ways.asynchronous and not row.awaits_compute:
+                    back = [accesses[(n - i) % count].written for i in range(1, count)]
+                    before = _first_over(back, call, row, lambda ref: ref.is_gradient)
+                if not ways.updates_end_steps:
+                    ahead = [accesses[(n + i) % count].read for i in range(1, count)]
+                    after = _first_over(ahead, call, row, lambda ref: not ref.is_gradient)
                 here, there = replace(row, on_host=False), row.resting_on_host()
-                name, numel = call.schedule.name, row.numel
                 here_s, there_s = (
-                    costs.region_seconds(chunk_region(name, way, 0, numel)) for way in (here, there)
+                    costs.region_seconds(chunk_region(call.schedule.name, way, 0, row.numel))
+                    for way in (here, there)
                 )
-                either.append((here_s, there_s))
-    return either
+                during = frozenset((n + i) % count for i in range(-before, after + 1))
+                yield _SharedRow(n, here_s, there_s, during)
+
+
+_Ranges = Mapping[EntryRef, Sequence[tuple[torch.dtype | None, int, int]]]
+"""Of each entry, (dtype of a copy that is made of it, or None; begin, end) in bytes of that."""
+
+
+class _Accesses(NamedTuple):
+    """What the calls of a segment read and write of entries, the steps of optimizers aside."""
+
+    read: _Ranges
+    written: _Ranges
+
+    @staticmethod
+    def of(calls: Iterable[StepCall]) -> "_Accesses":
+        read: dict[EntryRef, list[tuple[torch.dtype | None, int, int]]] = {}
+        written: dict[EntryRef, list[tuple[torch.dtype | None, int, int]]] = {}
+        for call in calls:
+            if call.phase is Phase.STEP:
+                continue
+            for x in call.schedule.effects:
+                if (home := x.home) is not None:
+                    access = home.copy_dtype, home.begin, home.end
+                    for does, found in ((home.reads, read), (home.writes, written)):
+                        if does:
+                            found.setdefault(call.entry_of(home), []).append(access)
+        return _Accesses(read, written)
+
+
+def _first_over(
+    segments: Sequence[_Ranges], call: StepCall, row: Row, wanted: Callable[[EntryRef], bool]
+) -> int:
+    """How many segments on all elements of a row were come to, in one of its operands that are
+    `wanted` at least; as many as there are, if they were not."""
+    columns = [c for c in row.columns if wanted(call.entries[c.entry])]
+    for n in range(len(segments)):
+        for column in columns:
+            ref = call.entries[column.entry]
+            accesses = [access for ranges in segments[: n + 1] for access in ranges.get(ref, ())]
+            if accesses and _cover(accesses, column, row.numel):
+                return n + 1
+    return len(segments)
+
+
+def _cover(
+    accesses: Iterable[tuple[torch.dtype | None, int, int]], column: Column, numel: int
+) -> bool:
+    """Whether accesses of an entry, or of its copies, are of all elements of a column."""
+    width = column.dtype.itemsize
+    reached = column.begin // width
+    end = reached + numel
+    spans = []
+    for dtype, begin, last in accesses:
+        of = width if dtype is None else dtype.itemsize
+        spans.append((begin // of, last // of))
+    for first, last in sorted(spans):
+        if first > reached:
+            break
+        reached = max(reached, last)
+    return reached >= end
 
 
 def _together_s(device_s: float, either: Sequence[tuple[float, float]]) -> float:
@@ -166,7 +254,7 @@ def _together_s(device_s: float, either: Sequence[tuple[float, float]]) -> float
     of that. Rows may be shared in any parts; the longer of the two is least where the host takes
     those rows first that the device needs longest for, by the host's seconds.
 
-    either  as of `_either`
+    either  of each such row, seconds of the device for it, and of the host
     """
     host_s = 0.0
     for here_s, there_s in sorted(either, key=lambda row: row[1] / max(row[0], 1e-12)):

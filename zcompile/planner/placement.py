@@ -14,8 +14,8 @@ is given more than it has.
 
 Of the bytes that the optimizer's step writes to disk, as many as the staging ring holds may be
 written while the next forward and backward compute: L_p seconds of it count in p and not in the
-step. Of the updates that the host computes, U seconds go on beside the next forward, as long as
-that takes at most.
+step. Of the updates that the host computes, U seconds go on beside the backward that completes
+their gradients, and beside the next forward: as long as these take at most (`beside_updates`).
 
 Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
 section 4); that a pinned set is optimal for a cyclic scan is Belady's argument.
@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 
 from zcompile.ir.step import EntryFact, StepTrace
@@ -49,6 +50,7 @@ class Room:
                 flight, or gradients that stay until the optimizer has read them
     host_bytes_per_s  at which the host reads and writes operands of updates that it computes beside
                 compute; 0: it is the one that computes
+    updates_end_steps  a step waits for those updates, as for a commit
     """
 
     nbytes: Mapping[str, int]
@@ -57,6 +59,7 @@ class Room:
     ring_bytes: int = 0
     held_bytes: int = 0
     host_bytes_per_s: float = 0.0
+    updates_end_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,26 @@ def operands_of_host_updates(step: StepTrace) -> Mapping[EntryRef, EntryRef]:
     return found
 
 
+ALONE: Mapping[Phase, float] = MappingProxyType({})
+"""Nothing goes on beside updates of the host."""
+
+
+def beside_updates(step: StepTrace, room: Room) -> Mapping[Phase, float]:
+    """Phase -> the part of its seconds beside which updates of the host go on.
+
+    Of several micro-batches those are the last backward and the next first forward. No update that
+    awaits compute begins before backward ends, and none goes on where a step waits for it.
+    """
+    rows = [row for call in step.calls for row in call.schedule.rows if row.on_host]
+    stretches = Counter(phase for phase, _ in groupby(call.phase for call in step.calls))
+    parts = {}
+    if rows and not any(row.awaits_compute for row in rows):
+        parts[Phase.BACKWARD] = stretches[Phase.STEP] / max(1, stretches[Phase.BACKWARD])
+    if rows and not room.updates_end_steps:
+        parts[Phase.FORWARD] = stretches[Phase.STEP] / max(1, stretches[Phase.FORWARD])
+    return {phase: min(1.0, part) for phase, part in parts.items()}
+
+
 def _lane_of(link: str, links: Mapping[str, Link]) -> str:
     return HOST if link == HOST else links[link].lane
 
@@ -242,15 +265,20 @@ def evaluate(
     homes: Mapping[EntryRef, str],
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
+    beside: Mapping[Phase, float] = ALONE,
 ) -> tuple[float, Mapping[Phase, str]]:
-    """Seconds of a step under `homes`, and the lane or "compute" that binds in each phase."""
+    """Seconds of a step under `homes`, and the lane or "compute" that binds in each phase.
+
+    beside  as of `beside_updates`
+    """
     found = lane_seconds(groups, homes, links)
     binding, taken = {}, dict[Phase, float]()
     phases = dict.fromkeys((*compute_seconds, *found))
     for phase in sorted(phases, key=lambda phase: phase is Phase.STEP):
         lanes = {"compute": compute_seconds.get(phase, 0.0), **found.get(phase, {})}
-        if phase is Phase.STEP and HOST in lanes:  # which goes on beside the next forward
-            lanes[HOST] = max(0.0, lanes[HOST] - taken.get(Phase.FORWARD, 0.0))
+        if phase is Phase.STEP and HOST in lanes:
+            hidden_s = sum(part * taken.get(other, 0.0) for other, part in beside.items())
+            lanes[HOST] = max(0.0, lanes[HOST] - hidden_s)
         binding[phase] = max(lanes, key=lambda lane: lanes[lane])
         taken[phase] = lanes[binding[phase]]
     return sum(taken.values()), {phase: binding[phase] for phase in phases}
@@ -262,22 +290,26 @@ def with_late_writes(
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
     late_bytes: int,
+    beside: Mapping[Phase, float] = ALONE,
 ) -> float:
     """Seconds of a step under `homes`, if so many bytes may be in flight to the disk when it ends,
-    and forward and backward have time for them: what `fractions` makes least."""
+    and forward and backward have time for them: what `fractions` makes least.
+
+    beside  as of `beside_updates`
+    """
     found = lane_seconds(groups, homes, links)
-    seconds, _ = evaluate(groups, homes, compute_seconds, links)
+    seconds, _ = evaluate(groups, homes, compute_seconds, links, beside)
     if "disk_write" not in links:
         return seconds
     writes, spare, waits = links["disk_write"].lane, 0.0, 0.0
     for phase in dict.fromkeys((*compute_seconds, *found)):
         lanes = found.get(phase, {})
         others = (s for lane, s in lanes.items() if lane != writes)
-        beside = max(compute_seconds.get(phase, 0.0), *others, 0.0)
+        hidden_by = max(compute_seconds.get(phase, 0.0), *others, 0.0)
         if phase is Phase.STEP:
-            waits = max(0.0, lanes.get(writes, 0.0) - beside)
+            waits = max(0.0, lanes.get(writes, 0.0) - hidden_by)
         else:
-            spare += max(0.0, beside - lanes.get(writes, 0.0))
+            spare += max(0.0, hidden_by - lanes.get(writes, 0.0))
     late_s = late_bytes / links["disk_write"].bytes_per_s
     return seconds - min(late_s, spare, waits)
 
@@ -311,11 +343,13 @@ def fractions(
     compute_seconds: Mapping[Phase, float],
     links: Mapping[str, Link],
     late_bytes: int = 0,
+    beside: Mapping[Phase, float] = ALONE,
     whole: bool = False,
 ) -> Fractions | None:
     """The optimum; None if the tiers together have no room for all.
 
     late_bytes  that may be in flight to the disk when a step ends
+    beside      as of `beside_updates`
     whole       no entry is split: nearly the optimum of such, or None, where none was found soon
     """
     phases = _phases(groups, compute_seconds)
@@ -330,7 +364,7 @@ def fractions(
     for phase in phases:
         program.column(("L", phase), highest=0.0 if phase is Phase.STEP else late_s)
     _bytes_fit(program, groups, room)
-    _lanes_fit(program, groups, phases, links)
+    _lanes_fit(program, groups, phases, links, beside)
     program.at_most(late_s, *((("L", phase), 1.0) for phase in phases))
     for n, g in enumerate(groups):
         program.exactly(float(len(g.refs)), *(((n, tier), 1.0) for tier in g.loads))
@@ -389,17 +423,17 @@ def _lanes_fit(
     groups: Sequence[Group],
     phases: Sequence[Phase],
     links: Mapping[str, Link],
+    beside: Mapping[Phase, float],
 ) -> None:
     """Constrain each lane in phase p to T_p seconds.
 
     Of writes to the disk L_p seconds are not of the step that wrote it, and count in p; of what the
-    host computes, U seconds, which go on beside the next forward.
+    host computes, U seconds, which go on `beside` parts of backward and the next forward.
     """
-    beside = Phase.FORWARD in phases and any(
-        (Phase.STEP, HOST) in loads for g in groups for loads in g.loads.values()
-    )
-    if beside:
-        program.at_most(0.0, (program.column("U"), 1.0), (("T", Phase.FORWARD), -1.0))
+    on_host = any((Phase.STEP, HOST) in loads for g in groups for loads in g.loads.values())
+    if on_host:
+        hides = [(("T", phase), -part) for phase, part in beside.items() if phase in phases]
+        program.at_most(0.0, (program.column("U"), 1.0), *hides)
     for phase in phases:
         for lane in (*dict.fromkeys(link.lane for link in links.values()), HOST):
             busy = [
@@ -414,7 +448,7 @@ def _lanes_fit(
                     late = [(("L", p), -1.0) for p in phases]
                 else:
                     late = [(("L", phase), 1.0)]
-            if beside and lane == HOST and phase is Phase.STEP:
+            if on_host and lane == HOST and phase is Phase.STEP:
                 late = [("U", -1.0)]
             if busy or late:
                 program.at_most(0.0, *busy, (("T", phase), -1.0), *late)
@@ -489,7 +523,8 @@ def place(
     room = _without(room, small)
     small = [*pinned, *small]
     late = lane_bytes(room.ring_bytes)
-    terms = (room.nbytes, compute_seconds, machine.links, late)
+    beside = beside_updates(step, room)
+    terms = (room.nbytes, compute_seconds, machine.links, late, beside)
     best = fractions(groups, *terms, whole=True) if groups and whole else None
     if best is None and groups:
         best = fractions(groups, *terms)
@@ -498,9 +533,9 @@ def place(
     homes |= {ref: "device" for g in small for ref in g.every}
     homes |= dict.fromkeys(stay, HELD)
     every = (*small, *groups)
-    seconds, binding = evaluate(every, homes, compute_seconds, machine.links)
+    seconds, binding = evaluate(every, homes, compute_seconds, machine.links, beside)
     least = best.seconds if best is not None else seconds
-    rounded = with_late_writes(every, homes, compute_seconds, machine.links, late)
+    rounded = with_late_writes(every, homes, compute_seconds, machine.links, late, beside)
     return Placement(homes, seconds, min(least, seconds), binding, rounded)
 
 

@@ -449,7 +449,10 @@ class SimulatedSteps:
 
     def _update(self, x: Effects) -> None:
         """Lend the host bytes of an entry, or have it compute with what it was lent, which is in
-        flight on those entries from here on as a transfer is."""
+        flight on those entries from here on as a transfer is.
+
+        It first waits for compute so far where it reads a value that the device has made.
+        """
         if x.region is None:
             assert x.home is not None, "it is lent bytes of an entry"
             use = self._call.entry_of(x.home), x.home.begin, x.home.end, x.home.writes
@@ -463,6 +466,8 @@ class SimulatedSteps:
             self._costs.region_seconds(x.region),
             min(places, default=len(self._need)),
         )
+        if x.region.awaits_compute:
+            self._host = max(self._host, self._traffic.until(self._compute, "over_s"))
         task = SimTransfer(0, self._on_host, 1, seconds=seconds, urgency=urgency)
         self._traffic.advance(self._host)
         self._traffic.start(task, self._host, (), dict.fromkeys(before))

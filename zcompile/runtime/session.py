@@ -610,6 +610,13 @@ class Session(Store):
             updates_end_steps=self.commit_log is not None,
         )
 
+    def any_on_device(self, operands: Sequence[Any]) -> bool:
+        """Whether any of the plain operands of a row is a tensor on a device beside the host, which
+        may have yet to make it."""
+        streams = self.device.streams
+        tensors = (value for value in operands if isinstance(value, Tensor))
+        return streams is not None and not all(map(streams.is_on_host, tensors))
+
     @property
     def in_step(self) -> bool:
         """Whether what runs now belongs to an optimizer's step."""

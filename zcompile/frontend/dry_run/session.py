@@ -113,6 +113,11 @@ class DryRunSession(Session):
     def ways(self) -> TransferModes:
         return self._ways
 
+    def any_on_device(self, operands: Sequence[Any]) -> bool:
+        """Any tensor: here all are on the CPU, and what an optimizer hands over as a tensor, and
+        not as a number, it has on the device."""
+        return self._ways.asynchronous and any(isinstance(value, Tensor) for value in operands)
+
     def compiled(self, memory: Memory) -> None:
         self.memories.append(memory)
 

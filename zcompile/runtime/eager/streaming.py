@@ -167,11 +167,13 @@ class StreamedCall:
         on_host: bool,
     ) -> Row:
         """The row, whose schedule depends on what is added to the signature."""
-        row = Row(numel, tuple(columns), tuple(plains), compute, copies)
+        values = [self.inputs[plain] for plain in plains]
+        awaits = session_of(self.entries[0]).any_on_device(values)
+        row = Row(numel, tuple(columns), tuple(plains), compute, copies, awaits_compute=awaits)
         if on_host:
             row = row.resting_on_host()
         shapes = tuple(replace(column, entry=EntryIndex(0), name="") for column in row.columns)
-        self.signature.append((compute, numel, shapes, tuple(kinds), on_host))
+        self.signature.append((compute, numel, shapes, tuple(kinds), on_host, awaits))
         return row
 
     def _is_for_host(self, columns: Sequence[Column], plains: Sequence[Register]) -> bool:

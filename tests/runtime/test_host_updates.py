@@ -22,11 +22,11 @@ from zcompile.ir import optimizer_step
 from zcompile.ir.schedule import Run
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
-from zcompile.runtime import relocate
+from zcompile.runtime import executor, relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
-from zcompile.runtime.transfer.host_work import HostUse, HostWork
+from zcompile.runtime.transfer.host_work import HostLane, HostUse, HostWork
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +130,67 @@ def test_nothing_keeps_what_was_lent(shared):
     shared.step()
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) in (_Call, HostWalk)]
+
+
+def read_in_a_thread(pair):
+    threads = [
+        threading.Thread(target=param.on_host, daemon=True) for param in pair.model.parameters()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+WAITING = {
+    "a parameter is read": lambda pair: [p.on_host() for p in pair.model.parameters()],
+    "a thread reads": read_in_a_thread,
+    "all is waited for": lambda pair: pair.session.drain(),
+    "dead gradients are": lambda pair: pair.session._mover.wait_for_dead(
+        next(iter(pair.model.parameters())).entry.place.tier
+    ),
+}
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("way", WAITING)
+def test_code_in_the_midst_of_a_region_may_wait_for_rows(monkeypatch, shared, way):
+    """As a handler of a signal, or an op in Python, may: the row that is needed last is in flight
+    until the first region of the forward is computed, which takes the cores."""
+    begin, compute, held, seen = HostLane.begin, executor.compute, [], []
+    come = threading.Event()
+    updates = shared.session.host_updates
+    last = max(map(updates.urgency, updates.wanted))
+
+    def begins(lane, work, error):
+        if not seen and work.urgency == last:
+            held.append((lane, work, error))
+            come.set()
+        else:
+            begin(lane, work, error)
+
+    def computes(run, values, targets=()):
+        if not seen and held:
+            assert not shared.session.device.cores.take_at_once()
+            seen.append(run)
+            for each in held:
+                begin(*each)
+            WAITING[way](shared)
+            assert all(use.done() for _, work, _ in held for use in work.uses)
+        compute(run, values, targets)
+
+    monkeypatch.setattr(HostLane, "begin", begins)
+    shared.session.drain()
+    shared.step()
+    come.wait()  # its gradient has
+    monkeypatch.setattr(executor, "compute", computes)
+    for forward in (shared.plain, shared.compiled):
+        loss_of(forward, ids(90)).backward()
+    assert seen
+    for optimizer in shared.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert shared.equal()
 
 
 # Each of a run of its own.

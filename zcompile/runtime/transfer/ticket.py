@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from zcompile.runtime.transfer.interrupts import interruptible
+from zcompile.runtime.transfer.waiting import WAITS
 
 # --- Promises ---
 
@@ -90,8 +91,9 @@ class Promise:
     @interruptible
     def wait_finished(self) -> None:
         """Block until finished, well or badly; raises nothing."""
-        with self._gate:
-            pass
+        if self._gate.locked():
+            with WAITS, self._gate:
+                pass
 
     def wait(self) -> None:
         self.wait_finished()
@@ -194,9 +196,10 @@ class Workers:
             self._jobs.get()
         for _ in self._threads:
             self._jobs.put(None)
-        for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout_s)
+        with WAITS:
+            for thread in self._threads:
+                if thread.is_alive() and thread is not threading.current_thread():
+                    thread.join(timeout_s)
 
 
 def start_workers(

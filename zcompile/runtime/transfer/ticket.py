@@ -10,8 +10,8 @@ store nor the end of the interpreter waits for them.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from queue import SimpleQueue
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 from zcompile.runtime.transfer.interrupts import interruptible
@@ -192,8 +192,9 @@ class Workers:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the threads after the jobs that run now; queued jobs are dropped."""
-        while not self._jobs.empty():
-            self._jobs.get()
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
         with WAITS:

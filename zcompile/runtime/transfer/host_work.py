@@ -167,19 +167,20 @@ class HostWork:
 
 
 class HostLane:
-    """Does the work of one store, in a thread that is made when there is some for the first time.
+    """Does the work of one store, in a thread.
 
     cores    that compute takes as well; None: the device has its own
     crashed  told what is a defect of ours
     """
 
     def __init__(self, cores: Cores | None, crashed: Callable[[BaseException], None]) -> None:
-        self._cores, self._crashed = cores, crashed
+        self._cores = cores
         self._lock = threading.Lock()
         self._numbers = count()
         self._ready: list[tuple[int, int, HostWork]] = []
-        self._workers: Workers | None = None
         self._stopped = False
+        # Now: once work is in flight, nothing may fail but the work.
+        self._workers = Workers("zinf-update", 1, crashed)
 
     def begin(self, work: HostWork, error: BaseException | None) -> None:
         """All that `work` follows is over, or failed with `error`."""
@@ -190,8 +191,6 @@ class HostLane:
             if self._stopped:
                 return  # and with the store, whoever waits for it is told
             heappush(self._ready, (work.urgency, next(self._numbers), work))
-            if self._workers is None:
-                self._workers = Workers("zinf-update", 1, self._crashed)
             self._workers.submit(self._do_next)
 
     def _do_next(self) -> None:
@@ -202,6 +201,5 @@ class HostLane:
     def stop(self) -> None:
         """Begin nothing any more, and wait for what is being done."""
         with self._lock:
-            self._stopped, workers = True, self._workers
-        if workers is not None:
-            workers.stop()
+            self._stopped = True
+        self._workers.stop()

@@ -193,6 +193,35 @@ def test_code_in_the_midst_of_a_region_may_wait_for_rows(monkeypatch, shared, wa
     assert shared.equal()
 
 
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU flushes none")
+def test_denormal_numbers_are_flushed_where_the_program_flushes_them(shared):
+    """That is a mode of each thread. Of a tiny gradient, the square is a denormal number, and kept
+    when it is no longer flushed."""
+    kept = []
+    for flushes in (True, False):
+        before = shared.on_host
+        torch.set_flush_denormal(flushes)
+        try:
+            for (model, forward), optimizer in zip(
+                ((shared.plain, shared.plain), (shared.model, shared.compiled)),
+                shared.optimizers,
+                strict=True,
+            ):
+                loss_of(forward, ids(95)).backward()
+                for param in model.parameters():
+                    param.grad.fill_(1e-20)
+                    optimizer.state[param]["exp_avg_sq"].zero_()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_flush_denormal(False)
+        assert shared.on_host > before
+        assert shared.equal()
+        states = [shared.optimizers[0].state[p]["exp_avg_sq"] for p in shared.plain.parameters()]
+        kept.append(any(bool(state.view(torch.int32).any()) for state in states))
+    assert kept == [False, True]
+
+
 # Each of a run of its own.
 
 

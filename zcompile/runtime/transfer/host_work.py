@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from sys import float_info
 from time import perf_counter
 
 import torch
@@ -116,6 +117,36 @@ class Lent:
                 copy_bytes(part, made, part.numel())
 
 
+LEAST_NORMAL, HALF = float_info.min, 0.5
+"""Their product is a denormal number, and made when it is asked for: Python's floats are computed
+in the mode of the thread, too."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What torch keeps for each thread by itself, and results depend on.
+
+    threads  that an op is given: where a kernel cuts its elements depends on it, and with that
+             which of them are computed as vectors
+    flushes  denormal numbers are zeros (`torch.set_flush_denormal`)
+    """
+
+    threads: int
+    flushes: bool
+
+    @classmethod
+    def of_this_thread(cls) -> "Mode":
+        return cls(torch.get_num_threads(), not LEAST_NORMAL * HALF)
+
+    def set_here(self) -> None:
+        """From here on it is this thread's."""
+        now = Mode.of_this_thread()
+        if now.threads != self.threads:
+            torch.set_num_threads(self.threads)
+        if now.flushes != self.flushes:
+            torch.set_flush_denormal(self.flushes)
+
+
 class HostWork:
     """One piece of work.
 
@@ -136,9 +167,7 @@ class HostWork:
     ) -> None:
         self.uses, self.urgency = uses, urgency
         self._compute, self._refusal, self._took = compute, refusal, took
-        # As many as elsewhere: where a kernel cuts its elements depends on it, and with that which
-        # of them are computed as vectors.
-        self._threads = torch.get_num_threads()
+        self._mode = Mode.of_this_thread()
 
     def run(self, cores: Cores | None) -> None:
         """Do it, unless the store was closed meanwhile."""
@@ -146,8 +175,7 @@ class HostWork:
             return
         errors: list[BaseException] = []
         with Reporting(errors.append), torch.no_grad():
-            if torch.get_num_threads() != self._threads:
-                torch.set_num_threads(self._threads)
+            self._mode.set_here()
             lent = [use.lend() for use in self.uses]
             with cores.for_host() if cores is not None else nullcontext():
                 began = perf_counter()

@@ -376,8 +376,9 @@ def test_a_row_that_fails_names_its_parameter(monkeypatch):
             assert torch.equal(value, pair.plain.get_parameter(name))
         ((name, error),) = refused.items()
         assert error.name == name
-        assert f"{name!r} by optimizer step {pair.number}" in str(error)
-        assert "out of luck" in str(error)
+        assert f"{name!r} by optimizer step {pair.number} broke off" in str(error)
+        assert "RuntimeError: out of luck" in str(error)
+        assert isinstance(error.__cause__, RuntimeError)
         param = pair.model.get_parameter(name)
         for state in ("exp_avg", "exp_avg_sq"):
             with pytest.raises(UpdateBroken, match=name):

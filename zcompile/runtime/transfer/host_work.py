@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 from itertools import count
 from sys import float_info
 from time import perf_counter
+from traceback import clear_frames
 
 import torch
 from torch import Tensor
@@ -153,7 +154,8 @@ class HostWork:
     uses      what it reads and writes
     compute   does it: called with the memory of each use, uint8 [n]
     urgency   of what may begin, the least is done first
-    refusal   from what the work failed with, the error that whoever uses what it was to write gets
+    refusal   from what the work failed with, and whether it had begun to write, the error that
+              whoever uses what it was to write gets
     took      told the seconds that it took
     """
 
@@ -162,12 +164,13 @@ class HostWork:
         uses: Sequence[HostUse],
         compute: Callable[[Sequence[Tensor]], None],
         urgency: int,
-        refusal: Callable[[BaseException], BaseException],
+        refusal: Callable[[BaseException, bool], BaseException],
         took: Callable[[float], None],
     ) -> None:
         self.uses, self.urgency = uses, urgency
         self._compute, self._refusal, self._took = compute, refusal, took
         self._mode = Mode.of_this_thread()
+        self._begun = False
 
     def run(self, cores: Cores | None) -> None:
         """Do it, unless the store was closed meanwhile."""
@@ -176,20 +179,26 @@ class HostWork:
         errors: list[BaseException] = []
         with Reporting(errors.append), torch.no_grad():
             self._mode.set_here()
-            lent = [use.lend() for use in self.uses]
-            with cores.for_host() if cores is not None else nullcontext():
-                began = perf_counter()
-                self._compute([each.memory for each in lent])
-                self._took(perf_counter() - began)
-            for use, each in zip(self.uses, lent, strict=True):
-                if use.writes:
-                    each.give_back()
-        self.end(errors[0] if errors else None)
+            self._do(cores)
+        for error in errors:  # it lives on, and shall not keep the memory
+            clear_frames(error.__traceback__)
+            del error
+        self.end(errors.pop() if errors else None)
+
+    def _do(self, cores: Cores | None) -> None:
+        lent = [use.lend() for use in self.uses]
+        with cores.for_host() if cores is not None else nullcontext():
+            began, self._begun = perf_counter(), True
+            self._compute([each.memory for each in lent])
+            self._took(perf_counter() - began)
+        for use, each in zip(self.uses, lent, strict=True):
+            if use.writes:
+                each.give_back()
 
     def end(self, error: BaseException | None) -> None:
         """It is over, or will not be done, since something failed before it. What it only reads is
         as good as before."""
-        refused = None if error is None else self._refusal(error)
+        refused = None if error is None else self._refusal(error, self._begun)
         for use in self.uses:
             use.finish(refused if use.writes else None)
 

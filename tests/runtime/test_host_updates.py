@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from held_updates import arrived
 from host_runs import Pair, let_host_update_all, streaming, trained_pair
 from lagging import lagging
 from planned_runs import PLANNED, ids, loss_of, offloaded
@@ -428,26 +429,45 @@ def test_a_row_of_which_a_chunk_was_written_breaks_off_wherever_the_call_fails(m
             assert torch.isfinite(state.on_host()).all()
 
 
+@pytest.mark.timeout(100)
 def test_a_store_is_closed_while_a_row_is_computed(monkeypatch):
     """It is waited for; those behind it are not computed, and whoever asks is told why."""
     begun, go, ran, run = threading.Event(), threading.Event(), [], HostWork.run
 
     def waits(work, cores):
+        ran.append(work)
         begun.set()
         go.wait()
-        ran.append(work)
         run(work, cores)
+
+    class Stopping:
+        """The jobs of the lane, as the thread that stops it sees them."""
+
+        def put(self, job):
+            assert job is None
+            jobs.put(job)
+            go.set()  # the row goes on once the lane is told to end, and not before
+
+        def get_nowait(self):
+            return jobs.get_nowait()
 
     with trained_pair(adamw) as made:
         made.session.drain()
         monkeypatch.setattr(HostWork, "run", waits)
         made.step()
         begun.wait()
+        arrived(made.session)
+        lane = made.session._host_lane
+        behind = [work for _, _, work in lane._ready]
+        assert len(behind) > 3
+        jobs = lane._workers._jobs
+        monkeypatch.setattr(lane._workers, "_jobs", Stopping())
         param = next(iter(made.model.parameters()))
-        closing = threading.Thread(target=zcompile.close, args=(made.model,))
-        closing.start()
-        go.set()
-        closing.join()
+        zcompile.close(made.model)
+        assert go.is_set()
+        assert len(ran) == 1
+        assert not any(use.home.error for use in ran[0].uses)
+        assert all("closed" in str(use.home.error) for work in behind for use in work.uses)
         assert not any(thread.name.startswith("zinf-update") for thread in threading.enumerate())
         assert made.session.is_idle()
         with pytest.raises(ParameterChanged, match="closed"):

@@ -272,16 +272,33 @@ class ParameterChanged(ZinfError, RuntimeError):
 class UpdateBroken(ZinfError, RuntimeError):
     """The update of a parameter failed half-way, when it was computed after its optimizer's step.
 
-    step  number of steps of optimizers before it
+    step   number of steps of optimizers before it
+    begun  whether it had begun to write; False: something before it failed
+    cause  what it failed with, where that was raised by nobody
     """
 
-    def __init__(self, name: str, step: int, why: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        step: int,
+        why: str,
+        begun: bool = True,
+        cause: BaseException | None = None,
+    ) -> None:
+        failed = (
+            "broke off while it was computed, so that it and its states are neither the old nor "
+            f"the new ones: {why}"
+            if begun
+            else f"was not computed, or not all of it, since what comes before it failed: {why}; "
+            "so it and its states are not what the step makes of them, while others are"
+        )
         super().__init__(
-            f"the update of {name!r} by optimizer step {step} broke off while it was "
-            f"computed, so that it and its states are neither the old nor the new ones: {why}; "
+            f"the update of {name!r} by optimizer step {step} {failed}; "
             "go back to a checkpoint: build model and optimizer again and call zcompile.resume"
         )
         self.name = name
+        if cause is not None:
+            self.__cause__ = cause
 
 
 class ValueUnset(ZinfError, RuntimeError):

@@ -11,6 +11,7 @@ import pytest
 from zcompile.runtime import open
 from zcompile.runtime.transfer.host_work import HostLane, HostWork
 from zcompile.runtime.transfer.ticket import Promise
+from zcompile.runtime.transfer.waiting import WAITS
 
 
 class HeldLane(HostLane):
@@ -52,7 +53,8 @@ class HeldLane(HostLane):
                 self._changed.wait_for(lambda: self._waiting or promise.done())
                 if promise.done():
                     return
-            self._one()
+            with WAITS:
+                self._one()
 
     def _one(self) -> None:
         with self._changed:

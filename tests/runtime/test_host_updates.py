@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from held_updates import arrived
 from host_runs import Pair, let_host_update_all, streaming, trained_pair
 from lagging import lagging
 from planned_runs import PLANNED, ids, loss_of, offloaded
@@ -22,11 +23,11 @@ from zcompile.ir import optimizer_step
 from zcompile.ir.schedule import Run
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
-from zcompile.runtime import relocate
+from zcompile.runtime import executor, relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
 from zcompile.runtime.tiers import host as host_tier
-from zcompile.runtime.transfer.host_work import HostUse, HostWork
+from zcompile.runtime.transfer.host_work import HostLane, HostUse, HostWork
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +131,96 @@ def test_nothing_keeps_what_was_lent(shared):
     shared.step()
     gc.collect()
     assert not [x for x in gc.get_objects() if type(x) in (_Call, HostWalk)]
+
+
+def read_in_a_thread(pair):
+    threads = [
+        threading.Thread(target=param.on_host, daemon=True) for param in pair.model.parameters()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+WAITING = {
+    "a parameter is read": lambda pair: [p.on_host() for p in pair.model.parameters()],
+    "a thread reads": read_in_a_thread,
+    "all is waited for": lambda pair: pair.session.drain(),
+    "dead gradients are": lambda pair: pair.session._mover.wait_for_dead(
+        next(iter(pair.model.parameters())).entry.place.tier
+    ),
+}
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("way", WAITING)
+def test_code_in_the_midst_of_a_region_may_wait_for_rows(monkeypatch, shared, way):
+    """As a handler of a signal, or an op in Python, may: the row that is needed last is in flight
+    until the first region of the forward is computed, which takes the cores."""
+    begin, compute, held, seen = HostLane.begin, executor.compute, [], []
+    come = threading.Event()
+    updates = shared.session.host_updates
+    last = max(map(updates.urgency, updates.wanted))
+
+    def begins(lane, work, error):
+        if not seen and work.urgency == last:
+            held.append((lane, work, error))
+            come.set()
+        else:
+            begin(lane, work, error)
+
+    def computes(run, values, targets=()):
+        if not seen and held:
+            assert not shared.session.device.cores.take_at_once()
+            seen.append(run)
+            for each in held:
+                begin(*each)
+            WAITING[way](shared)
+            assert all(use.done() for _, work, _ in held for use in work.uses)
+        compute(run, values, targets)
+
+    monkeypatch.setattr(HostLane, "begin", begins)
+    shared.session.drain()
+    shared.step()
+    come.wait()  # its gradient has
+    monkeypatch.setattr(executor, "compute", computes)
+    for forward in (shared.plain, shared.compiled):
+        loss_of(forward, ids(90)).backward()
+    assert seen
+    for optimizer in shared.optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    assert shared.equal()
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU flushes none")
+def test_denormal_numbers_are_flushed_where_the_program_flushes_them(shared):
+    """That is a mode of each thread. Of a tiny gradient, the square is a denormal number, and kept
+    when it is no longer flushed."""
+    kept = []
+    for flushes in (True, False):
+        before = shared.on_host
+        torch.set_flush_denormal(flushes)
+        try:
+            for (model, forward), optimizer in zip(
+                ((shared.plain, shared.plain), (shared.model, shared.compiled)),
+                shared.optimizers,
+                strict=True,
+            ):
+                loss_of(forward, ids(95)).backward()
+                for param in model.parameters():
+                    param.grad.fill_(1e-20)
+                    optimizer.state[param]["exp_avg_sq"].zero_()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            torch.set_flush_denormal(False)
+        assert shared.on_host > before
+        assert shared.equal()
+        states = [shared.optimizers[0].state[p]["exp_avg_sq"] for p in shared.plain.parameters()]
+        kept.append(any(bool(state.view(torch.int32).any()) for state in states))
+    assert kept == [False, True]
 
 
 # Each of a run of its own.
@@ -286,8 +377,9 @@ def test_a_row_that_fails_names_its_parameter(monkeypatch):
             assert torch.equal(value, pair.plain.get_parameter(name))
         ((name, error),) = refused.items()
         assert error.name == name
-        assert f"{name!r} by optimizer step {pair.number}" in str(error)
-        assert "out of luck" in str(error)
+        assert f"{name!r} by optimizer step {pair.number} broke off" in str(error)
+        assert "RuntimeError: out of luck" in str(error)
+        assert isinstance(error.__cause__, RuntimeError)
         param = pair.model.get_parameter(name)
         for state in ("exp_avg", "exp_avg_sq"):
             with pytest.raises(UpdateBroken, match=name):
@@ -337,26 +429,45 @@ def test_a_row_of_which_a_chunk_was_written_breaks_off_wherever_the_call_fails(m
             assert torch.isfinite(state.on_host()).all()
 
 
+@pytest.mark.timeout(100)
 def test_a_store_is_closed_while_a_row_is_computed(monkeypatch):
     """It is waited for; those behind it are not computed, and whoever asks is told why."""
     begun, go, ran, run = threading.Event(), threading.Event(), [], HostWork.run
 
     def waits(work, cores):
+        ran.append(work)
         begun.set()
         go.wait()
-        ran.append(work)
         run(work, cores)
+
+    class Stopping:
+        """The jobs of the lane, as the thread that stops it sees them."""
+
+        def put(self, job):
+            assert job is None
+            jobs.put(job)
+            go.set()  # the row goes on once the lane is told to end, and not before
+
+        def get_nowait(self):
+            return jobs.get_nowait()
 
     with trained_pair(adamw) as made:
         made.session.drain()
         monkeypatch.setattr(HostWork, "run", waits)
         made.step()
         begun.wait()
+        arrived(made.session)
+        lane = made.session._host_lane
+        behind = [work for _, _, work in lane._ready]
+        assert len(behind) > 3
+        jobs = lane._workers._jobs
+        monkeypatch.setattr(lane._workers, "_jobs", Stopping())
         param = next(iter(made.model.parameters()))
-        closing = threading.Thread(target=zcompile.close, args=(made.model,))
-        closing.start()
-        go.set()
-        closing.join()
+        zcompile.close(made.model)
+        assert go.is_set()
+        assert len(ran) == 1
+        assert not any(use.home.error for use in ran[0].uses)
+        assert all("closed" in str(use.home.error) for work in behind for use in work.uses)
         assert not any(thread.name.startswith("zinf-update") for thread in threading.enumerate())
         assert made.session.is_idle()
         with pytest.raises(ParameterChanged, match="closed"):

@@ -57,5 +57,5 @@ def test_a_thread_that_cannot_be_started_leaves_nothing_open(
             else:
                 break
         Store(config).close()
-    assert most >= 7 + durable
+    assert most >= 8 + durable
     assert own_threads() == []

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready
+from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Workers
 
 
 def test_ready_is_done_and_waits_for_nothing():
@@ -58,3 +58,29 @@ def test_a_countdown_ends_with_its_last_part_and_keeps_the_first_error():
     countdown.drop(OSError("second"))
     assert countdown.done()
     assert countdown.error is first
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_take_the_last_job_meanwhile_are_stopped(monkeypatch):
+    workers, go, ran = Workers("busy", 1, pytest.fail), threading.Event(), []
+    jobs = workers._jobs
+
+    class Raced:
+        """Whoever has seen a job comes too late for it."""
+
+        def empty(self):
+            return jobs.empty() or jobs.get() is None
+
+        def put(self, job):
+            go.set()
+            jobs.put(job)
+
+        def __getattr__(self, name):
+            return getattr(jobs, name)
+
+    workers.submit(go.wait)
+    workers.submit(lambda: ran.append(1))
+    monkeypatch.setattr(workers, "_jobs", Raced())
+    workers.stop()
+    assert not ran
+    assert not any(thread.is_alive() for thread in workers._threads)

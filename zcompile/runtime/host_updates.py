@@ -23,7 +23,7 @@ from zcompile.ir.late_updates import is_update, weight_of
 from zcompile.ir.optimizer_step import Row
 from zcompile.ir.schedule import Borrow, EntryIndex, Register, Run, Schedule
 from zcompile.ir.types import EntryKind, EntryRef, Region
-from zcompile.runtime.late import LateUpdates, is_number
+from zcompile.runtime.late import LateUpdates, is_number, told_of
 from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.transfer.host_work import HostUse, HostWork
 
@@ -166,5 +166,5 @@ def _compute(
     region.call(*(lent[id(x)] if isinstance(x, Borrow) else x for x in given))
 
 
-def _broken(name: str, step: int, error: BaseException) -> UpdateBroken:
-    return UpdateBroken(name, step, str(error))
+def _broken(name: str, step: int, error: BaseException, begun: bool) -> UpdateBroken:
+    return UpdateBroken(name, step, told_of(error), begun, error)

@@ -209,6 +209,11 @@ class Broken:
         raise UpdateBroken(self.name, self.step, self.why)
 
 
+def told_of(error: BaseException) -> str:
+    """An error that is told within another: its type and what it says."""
+    return f"{type(error).__name__}: {error}"
+
+
 @dataclass(frozen=True)
 class JoiningRows:
     """All that waits for one forward.
@@ -361,7 +366,7 @@ class LateUpdates:
 
         written  by the name of what is updated; those that wait were not touched
         """
-        broken = Broken("", self._steps, str(error))
+        broken = Broken("", self._steps, told_of(error))
         for name, entries in written.items():
             broken = replace(broken, name=name)
             for entry in entries:
@@ -612,7 +617,7 @@ class LateUpdates:
 
     def _break(self, group: WaitingRows, rows: Sequence[int], error: BaseException) -> None:
         for row in rows:
-            broken = Broken(group.weight(row).name, group.step, str(error))
+            broken = Broken(group.weight(row).name, group.step, told_of(error))
             self._broken = True
             for entry in group.entries_of(row):
                 entry.wait_for(broken)

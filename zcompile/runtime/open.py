@@ -88,6 +88,7 @@ def open_resources(config: Config, meter: Meter, system: SystemCalls = KERNEL) -
         for tier in tiers:
             undo.callback(tier.close)
         context = TransferContext(device, ring, Workers("zinf-add", 1, mover.abandon))
+        undo.callback(context.adder.stop)
         lane = HostLane(device.cores, mover.abandon)
         undo.pop_all()
     meter.planned_host.change(size.nbytes)

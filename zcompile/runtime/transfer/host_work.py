@@ -16,7 +16,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
+from sys import float_info
 from time import perf_counter
+from traceback import clear_frames
 
 import torch
 from torch import Tensor
@@ -116,13 +118,44 @@ class Lent:
                 copy_bytes(part, made, part.numel())
 
 
+LEAST_NORMAL, HALF = float_info.min, 0.5
+"""Their product is a denormal number, and made when it is asked for: Python's floats are computed
+in the mode of the thread, too."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What torch keeps for each thread by itself, and results depend on.
+
+    threads  that an op is given: where a kernel cuts its elements depends on it, and with that
+             which of them are computed as vectors
+    flushes  denormal numbers are zeros (`torch.set_flush_denormal`)
+    """
+
+    threads: int
+    flushes: bool
+
+    @classmethod
+    def of_this_thread(cls) -> "Mode":
+        return cls(torch.get_num_threads(), not LEAST_NORMAL * HALF)
+
+    def set_here(self) -> None:
+        """From here on it is this thread's."""
+        now = Mode.of_this_thread()
+        if now.threads != self.threads:
+            torch.set_num_threads(self.threads)
+        if now.flushes != self.flushes:
+            torch.set_flush_denormal(self.flushes)
+
+
 class HostWork:
     """One piece of work.
 
     uses      what it reads and writes
     compute   does it: called with the memory of each use, uint8 [n]
     urgency   of what may begin, the least is done first
-    refusal   from what the work failed with, the error that whoever uses what it was to write gets
+    refusal   from what the work failed with, and whether it had begun to write, the error that
+              whoever uses what it was to write gets
     took      told the seconds that it took
     """
 
@@ -131,14 +164,13 @@ class HostWork:
         uses: Sequence[HostUse],
         compute: Callable[[Sequence[Tensor]], None],
         urgency: int,
-        refusal: Callable[[BaseException], BaseException],
+        refusal: Callable[[BaseException, bool], BaseException],
         took: Callable[[float], None],
     ) -> None:
         self.uses, self.urgency = uses, urgency
         self._compute, self._refusal, self._took = compute, refusal, took
-        # As many as elsewhere: where a kernel cuts its elements depends on it, and with that which
-        # of them are computed as vectors.
-        self._threads = torch.get_num_threads()
+        self._mode = Mode.of_this_thread()
+        self._begun = False
 
     def run(self, cores: Cores | None) -> None:
         """Do it, unless the store was closed meanwhile."""
@@ -146,40 +178,46 @@ class HostWork:
             return
         errors: list[BaseException] = []
         with Reporting(errors.append), torch.no_grad():
-            if torch.get_num_threads() != self._threads:
-                torch.set_num_threads(self._threads)
-            lent = [use.lend() for use in self.uses]
-            with cores.for_host() if cores is not None else nullcontext():
-                began = perf_counter()
-                self._compute([each.memory for each in lent])
-                self._took(perf_counter() - began)
-            for use, each in zip(self.uses, lent, strict=True):
-                if use.writes:
-                    each.give_back()
-        self.end(errors[0] if errors else None)
+            self._mode.set_here()
+            self._do(cores)
+        for error in errors:  # it lives on, and shall not keep the memory
+            clear_frames(error.__traceback__)
+            del error
+        self.end(errors.pop() if errors else None)
+
+    def _do(self, cores: Cores | None) -> None:
+        lent = [use.lend() for use in self.uses]
+        with cores.for_host() if cores is not None else nullcontext():
+            began, self._begun = perf_counter(), True
+            self._compute([each.memory for each in lent])
+            self._took(perf_counter() - began)
+        for use, each in zip(self.uses, lent, strict=True):
+            if use.writes:
+                each.give_back()
 
     def end(self, error: BaseException | None) -> None:
         """It is over, or will not be done, since something failed before it. What it only reads is
         as good as before."""
-        refused = None if error is None else self._refusal(error)
+        refused = None if error is None else self._refusal(error, self._begun)
         for use in self.uses:
             use.finish(refused if use.writes else None)
 
 
 class HostLane:
-    """Does the work of one store, in a thread that is made when there is some for the first time.
+    """Does the work of one store, in a thread.
 
     cores    that compute takes as well; None: the device has its own
     crashed  told what is a defect of ours
     """
 
     def __init__(self, cores: Cores | None, crashed: Callable[[BaseException], None]) -> None:
-        self._cores, self._crashed = cores, crashed
+        self._cores = cores
         self._lock = threading.Lock()
         self._numbers = count()
         self._ready: list[tuple[int, int, HostWork]] = []
-        self._workers: Workers | None = None
         self._stopped = False
+        # Now: once work is in flight, nothing may fail but the work.
+        self._workers = Workers("zinf-update", 1, crashed)
 
     def begin(self, work: HostWork, error: BaseException | None) -> None:
         """All that `work` follows is over, or failed with `error`."""
@@ -190,8 +228,6 @@ class HostLane:
             if self._stopped:
                 return  # and with the store, whoever waits for it is told
             heappush(self._ready, (work.urgency, next(self._numbers), work))
-            if self._workers is None:
-                self._workers = Workers("zinf-update", 1, self._crashed)
             self._workers.submit(self._do_next)
 
     def _do_next(self) -> None:
@@ -202,6 +238,5 @@ class HostLane:
     def stop(self) -> None:
         """Begin nothing any more, and wait for what is being done."""
         with self._lock:
-            self._stopped, workers = True, self._workers
-        if workers is not None:
-            workers.stop()
+            self._stopped = True
+        self._workers.stop()

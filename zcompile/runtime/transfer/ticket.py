@@ -10,11 +10,12 @@ store nor the end of the interpreter waits for them.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from queue import SimpleQueue
+from contextlib import ExitStack, suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 from zcompile.runtime.transfer.interrupts import interruptible
+from zcompile.runtime.transfer.waiting import WAITS
 
 # --- Promises ---
 
@@ -90,8 +91,9 @@ class Promise:
     @interruptible
     def wait_finished(self) -> None:
         """Block until finished, well or badly; raises nothing."""
-        with self._gate:
-            pass
+        if self._gate.locked():
+            with WAITS, self._gate:
+                pass
 
     def wait(self) -> None:
         self.wait_finished()
@@ -190,13 +192,15 @@ class Workers:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the threads after the jobs that run now; queued jobs are dropped."""
-        while not self._jobs.empty():
-            self._jobs.get()
+        with suppress(Empty):
+            while True:
+                self._jobs.get_nowait()
         for _ in self._threads:
             self._jobs.put(None)
-        for thread in self._threads:
-            if thread.is_alive() and thread is not threading.current_thread():
-                thread.join(timeout_s)
+        with WAITS:
+            for thread in self._threads:
+                if thread.is_alive() and thread is not threading.current_thread():
+                    thread.join(timeout_s)
 
 
 def start_workers(

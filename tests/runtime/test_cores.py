@@ -1,0 +1,95 @@
+"""Compute and work of the host take turns for the cores, but never wait for each other both."""
+
+import threading
+
+import pytest
+
+from zcompile.runtime.device.cores import Cores
+from zcompile.runtime.transfer.ticket import Promise, Workers
+from zcompile.runtime.transfer.waiting import WAITS
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def joined(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join()
+
+
+@pytest.fixture
+def cores():
+    made = Cores()
+    assert made.take_at_once()  # a region is computed
+    yield made
+    made.give_back()
+    assert not WAITS
+    assert not WAITS.bells
+
+
+@pytest.fixture
+def lane(cores):
+    """A thread, and what it promises to compute as soon as it has the cores."""
+    made = Workers("lane", 1, pytest.fail)
+    over = Promise()
+
+    def work():
+        with cores.for_host():
+            over.finish()
+
+    made.submit(work)
+    yield made, over
+    made.stop()
+
+
+def until_it_gives_way() -> None:
+    while not WAITS.bells:
+        pass
+
+
+WAYS = {
+    "by a wait": lambda lane, over: over.wait(),
+    "in a thread": lambda lane, over: joined(threading.Thread(target=over.wait_finished)),
+    "until the lane is over": lambda lane, over: lane.stop(timeout_s=50.0),
+}
+
+
+@pytest.mark.parametrize("gives_way_first", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_who_waits_in_the_midst_of_a_region_hears_of_the_work(lane, way, gives_way_first):
+    workers, over = lane
+    if gives_way_first or way == "until the lane is over":  # else the work may be dropped
+        until_it_gives_way()
+    assert not over.done() or not gives_way_first
+    WAYS[way](workers, over)
+    assert over.done()
+
+
+def test_a_region_that_waits_comes_before_the_next_work_of_the_host():
+    cores, order = Cores(), []
+    inside, go = threading.Event(), threading.Event()
+
+    def lane():
+        for number in range(3):
+            with cores.for_host():
+                order.append(number)
+                inside.set()
+                go.wait()
+
+    def region():
+        cores.take()
+        order.append("region")
+        cores.give_back()
+
+    threads = [threading.Thread(target=each) for each in (lane, region)]
+    threads[0].start()
+    inside.wait()
+    assert not cores.take_at_once()
+    threads[1].start()
+    while not cores._region_waits:
+        pass
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert order == [0, "region", 1, 2]
+    assert cores.waited_s > 0
+    assert cores.take_at_once()

@@ -486,7 +486,7 @@ def test_a_store_is_closed_while_a_row_is_computed(monkeypatch):
         assert len(ran) == 1
         assert not any(use.home.error for use in ran[0].uses)
         assert all("closed" in str(use.home.error) for work in behind for use in work.uses)
-        assert not any(thread.name.startswith("zinf-update") for thread in threading.enumerate())
+        assert not any(thread.is_alive() for thread in lane._workers._threads)
         assert made.session.is_idle()
         with pytest.raises(ParameterChanged, match="closed"):
             param.on_host()

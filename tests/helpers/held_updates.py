@@ -11,7 +11,7 @@ import pytest
 from zcompile.runtime import open
 from zcompile.runtime.transfer.host_work import HostLane, HostWork
 from zcompile.runtime.transfer.ticket import Promise
-from zcompile.runtime.transfer.waiting import WAITS
+from zcompile.runtime.transfer.waiting import WAITS, Bell
 
 
 class HeldLane(HostLane):
@@ -96,3 +96,24 @@ def held(patch: pytest.MonkeyPatch) -> list[HeldLane]:
     patch.setattr(open, "HostLane", make)
     patch.setattr(Promise, "wait_finished", wait_for_it)
     return made
+
+
+def late(patch: pytest.MonkeyPatch) -> None:
+    """From here on lanes compute in their own threads, as ever, but only while somebody waits,
+    for whatever."""
+    run = HostWork.run
+
+    def runs(work: HostWork, cores: Any) -> None:
+        bell: Bell = Bell()
+        WAITS.bells.append(bell)
+        while not WAITS:
+            bell.get()
+        WAITS.bells.remove(bell)
+        run(work, cores)
+
+    patch.setattr(HostWork, "run", runs)
+
+
+def in_flight(session: Any) -> int:
+    """Operands of rows that are not over."""
+    return sum(moved.on_host for moved in [*session._mover._in_flight])

@@ -11,7 +11,8 @@ from functools import partial
 
 import pytest
 import torch
-from held_updates import arrived
+from between_steps import FIRST
+from held_updates import arrived, in_flight, late
 from host_runs import Pair, let_host_update_all, streaming, trained_pair
 from lagging import lagging
 from planned_runs import PLANNED, ids, loss_of, offloaded
@@ -23,6 +24,7 @@ from zcompile.ir import optimizer_step
 from zcompile.ir.schedule import Run
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import KiB
+from zcompile.planner.host_step import order_of_need
 from zcompile.runtime import executor, relocate
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.host_updates import HostWalk
@@ -114,14 +116,14 @@ def test_over_the_bus_goes_no_state(shared):
 
 def test_without_a_wish_the_device_computes_all(shared):
     updates = shared.session.host_updates
-    wanted = updates.wanted
+    wanted, order = updates.wanted, updates._order
     updates.want(frozenset())
     shared.session.forget_steps()
     before = shared.on_host
     shared.step()
     assert shared.on_host == before
     assert shared.equal()
-    updates.want(wanted)
+    updates.want(wanted, order)
     shared.session.forget_steps()
     shared.step()
     assert shared.on_host > before
@@ -161,6 +163,7 @@ def test_code_in_the_midst_of_a_region_may_wait_for_rows(monkeypatch, shared, wa
     begin, compute, held, seen = HostLane.begin, executor.compute, [], []
     come = threading.Event()
     updates = shared.session.host_updates
+    updates.want(updates.wanted, order_of_need(shared.session.controller.plan.step))
     last = max(map(updates.urgency, updates.wanted))
 
     def begins(lane, work, error):
@@ -191,6 +194,21 @@ def test_code_in_the_midst_of_a_region_may_wait_for_rows(monkeypatch, shared, wa
     for optimizer in shared.optimizers:
         optimizer.step()
         optimizer.zero_grad()
+    assert shared.equal()
+
+
+@pytest.mark.timeout(100)
+def test_whoever_asks_waits_for_the_thread_of_the_lane(monkeypatch, shared):
+    """As `test_host_updates_beside.py` has it, where rows are computed in the thread that asks."""
+    late(monkeypatch)
+    sides = list(zip((shared.plain, shared.model), shared.optimizers, strict=True))
+    for between in FIRST:
+        shared.step(2)
+        assert in_flight(shared.session), between.__name__
+        found = [between(model, optimizer) for model, optimizer in sides]
+        assert found[0] == found[1], between.__name__
+    shared.step(2)
+    shared.session.drain()
     assert shared.equal()
 
 
@@ -468,7 +486,7 @@ def test_a_store_is_closed_while_a_row_is_computed(monkeypatch):
         assert len(ran) == 1
         assert not any(use.home.error for use in ran[0].uses)
         assert all("closed" in str(use.home.error) for work in behind for use in work.uses)
-        assert not any(thread.name.startswith("zinf-update") for thread in threading.enumerate())
+        assert not any(thread.is_alive() for thread in lane._workers._threads)
         assert made.session.is_idle()
         with pytest.raises(ParameterChanged, match="closed"):
             param.on_host()

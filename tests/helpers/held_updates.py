@@ -73,9 +73,12 @@ SETTLE = Promise.wait_finished
 
 def arrived(session: Any) -> None:
     """Wait until all that was sent home has come there, and do no update for that: those whose
-    gradients are there may be done then."""
+    gradients are there may be done then. What follows an update on its entry comes after it."""
+    behind = set()
     for moved in [*session._mover._in_flight]:
-        if moved.writes and not moved.on_host:
+        if moved.on_host:
+            behind.add(id(moved.place))
+        elif moved.writes and id(moved.place) not in behind:
             SETTLE(moved.end_heard())
 
 

@@ -4,9 +4,11 @@ import threading
 
 import pytest
 
+from zcompile.runtime.device import cores as cores_module
 from zcompile.runtime.device.cores import Cores
+from zcompile.runtime.transfer import ticket
 from zcompile.runtime.transfer.ticket import Promise, Workers
-from zcompile.runtime.transfer.waiting import WAITS
+from zcompile.runtime.transfer.waiting import Waits
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -16,14 +18,23 @@ def joined(thread: threading.Thread) -> None:
     thread.join()
 
 
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    """Of these threads alone: others of this process may wait for ever."""
+    made = Waits()
+    for module in (cores_module, ticket):
+        monkeypatch.setattr(module, "WAITS", made)
+    return made
+
+
 @pytest.fixture
-def cores():
+def cores(waits):
     made = Cores()
     assert made.take_at_once()  # a region is computed
     yield made
     made.give_back()
-    assert not WAITS
-    assert not WAITS.bells
+    assert not waits
+    assert not waits.bells
 
 
 @pytest.fixture
@@ -42,7 +53,7 @@ def lane(cores):
 
 
 def until_it_gives_way() -> None:
-    while not WAITS.bells:
+    while not cores_module.WAITS.bells:
         pass
 
 
@@ -93,3 +104,13 @@ def test_a_region_that_waits_comes_before_the_next_work_of_the_host():
     assert order == [0, "region", 1, 2]
     assert cores.waited_s > 0
     assert cores.take_at_once()
+
+
+def test_a_wait_that_is_interrupted_before_it_has_begun_leaves_no_waiter(waits, monkeypatch):
+    def strikes():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(waits, "ring", strikes)
+    with pytest.raises(KeyboardInterrupt):
+        Promise().wait_finished()
+    assert not waits

@@ -92,8 +92,13 @@ class Promise:
     def wait_finished(self) -> None:
         """Block until finished, well or badly; raises nothing."""
         if self._gate.locked():
-            with WAITS, self._gate:
-                pass
+            waiter = object()
+            try:
+                WAITS.begins(waiter)
+                with self._gate:
+                    pass
+            finally:
+                WAITS.ends(waiter)
 
     def wait(self) -> None:
         self.wait_finished()

@@ -7,6 +7,8 @@ for a thread that does. So nothing gives way while any thread waits.
 No lock is held here at any time: a handler of a signal may wait wherever it strikes.
 """
 
+import threading
+from contextlib import suppress
 from queue import SimpleQueue
 
 Bell = SimpleQueue[None]
@@ -21,7 +23,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.bells: list[Bell] = []
-        self._waiting: list[None] = []
+        self._waiting: list[object] = []
 
     def __bool__(self) -> bool:
         """Whether a thread waits."""
@@ -32,12 +34,21 @@ class Waits:
         for bell in tuple(self.bells):
             bell.put(None)
 
-    def __enter__(self) -> None:
-        self._waiting.append(None)  # first: who gives way shows its bell before it looks
+    def begins(self, waiter: object) -> None:
+        """A thread begins to wait, for `waiter`, an object of its own."""
+        self._waiting.append(waiter)  # first: who gives way shows its bell before it looks
         self.ring()
 
+    def ends(self, waiter: object) -> None:
+        """It waits no more. An interrupt may have struck before it had begun."""
+        with suppress(ValueError):
+            self._waiting.remove(waiter)
+
+    def __enter__(self) -> None:
+        self.begins(threading.get_ident())
+
     def __exit__(self, *_: object) -> None:
-        self._waiting.pop()
+        self.ends(threading.get_ident())
 
 
 WAITS = Waits()

@@ -22,14 +22,11 @@ class ZinfError(Exception):
         """Make lines of the sentence of what was added by `add_note`, for a reader who is shown the
         sentence alone: Dynamo puts it into an error of its own, and lets the notes go. An OSError
         keeps its notes: it shows its errno and file, and not what it was made with."""
-        if self.args and not isinstance(self, OSError):
-            notes = self.__dict__.pop("__notes__", ())
-        else:
-            notes = ()
-        if notes:
-            sentence, *others = self.args
-            told = "\n".join((str(sentence), *(f"  note: {note}" for note in notes)))
-            self.args = (told, *others)
+        if isinstance(self, OSError) or not self.args:
+            return
+        sentence, *others = self.args
+        notes = self.__dict__.pop("__notes__", ())
+        self.args = ("\n  note: ".join((str(sentence), *notes)), *others)
 
 
 class ConfigInvalid(ZinfError, ValueError):

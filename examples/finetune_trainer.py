@@ -3,10 +3,12 @@
     python examples/finetune_trainer.py                       # a small Llama with random values
     python examples/finetune_trainer.py --model DIRECTORY     # as save_pretrained writes
     python examples/finetune_trainer.py --output tuned --steps 500
+    torchrun --nproc-per-node 2 examples/finetune_trainer.py --output tuned
 
-Two lines differ from an ordinary program: the model is made inside `zcompile.init` (in
-`options.built`), and it is compiled. `Trainer` saves checkpoints and the trained model as ever. A
-byte is a token here; for a tokenizer of your own see pretrain.py.
+Three lines differ from an ordinary program: the model is made inside `zcompile.init` (in
+`options.built`), it is compiled, and `Trainer` is zcompile's, which leaves it unwrapped where
+several processes train it. Checkpoints and the trained model are saved as ever. A byte is a token
+here; for a tokenizer of your own see pretrain.py.
 """
 
 import argparse
@@ -68,7 +70,9 @@ def run(args: argparse.Namespace) -> list[float]:
     raises  InputInvalid, and what `zcompile` raises
     """
     try:
-        from transformers import Trainer, TrainingArguments
+        from transformers import TrainingArguments
+
+        from zcompile.integrations.transformers import Trainer
     except ImportError as error:
         raise InputInvalid(
             "this example needs transformers and accelerate: pip install transformers accelerate"

@@ -31,6 +31,7 @@ OF_OTHERS = {
     "_boxed_call": "a function: the mark of AOTAutograd's calling convention",
     "disabled": "logging.Logger: torch's, muted for a while",
     "loss_type": "a config of transformers",
+    "__class__": "an Accelerator that a Trainer of transformers has made, of a class of its own",
     "memory": "an array of ctypes, which keeps alive what it lies over",
     "argtypes": "a function of ctypes",
     "restype": "a function of ctypes",

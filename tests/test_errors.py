@@ -111,7 +111,8 @@ SENTENCES = {
     errors.ModelWrapped: (
         ("DistributedDataParallel",),
         "the model is wrapped in DistributedDataParallel; remove the wrapper and give "
-        "zcompile.offload the plain module: placing and sharding parameters is done here",
+        "zcompile.offload the plain module: placing and sharding parameters is done here. Where a "
+        "library wraps it, take what zcompile.integrations has for that library",
     ),
     errors.TorchUnsupported: (
         ("2.9.0", "2.11 to 2.13"),

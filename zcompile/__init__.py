@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zcompile.errors import ZinfError
     from zcompile.frontend.dry_run.plan import plan
     from zcompile.frontend.offload import close, init, offload, offloaded
+    from zcompile.frontend.rank_zero import rank_zero_reads
     from zcompile.frontend.stats import stats
 
 __version__ = VERSION
@@ -35,6 +36,7 @@ __all__ = [
     "offload",
     "offloaded",
     "plan",
+    "rank_zero_reads",
     "resume",
     "save",
     "stats",
@@ -49,6 +51,7 @@ _HOMES = {
     "offload": "zcompile.frontend.offload",
     "offloaded": "zcompile.frontend.offload",
     "plan": "zcompile.frontend.dry_run.plan",
+    "rank_zero_reads": "zcompile.frontend.rank_zero",
     "resume": "zcompile.checkpoint.checkpoint",
     "save": "zcompile.checkpoint.checkpoint",
     "stats": "zcompile.frontend.stats",

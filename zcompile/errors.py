@@ -241,7 +241,8 @@ class ModelWrapped(ZinfError, TypeError):
     def __init__(self, wrapper: str) -> None:
         super().__init__(
             f"the model is wrapped in {wrapper}; remove the wrapper and give zcompile.offload the "
-            "plain module: placing and sharding parameters is done here"
+            "plain module: placing and sharding parameters is done here. Where a library wraps it, "
+            "take what zcompile.integrations has for that library"
         )
 
 

@@ -2,7 +2,6 @@
 losses and parameters are those of the same plain model."""
 
 import errno
-import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pairs import assert_same, on_disk
 from sampled import crossed, sampled
 from saved import content, pair
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from trainers import log, trained
 
 import zcompile
 
@@ -115,37 +114,6 @@ def test_a_save_whose_values_cannot_be_read_touches_no_file(monkeypatch, tmp_pat
 
 
 # --- Trainer ---
-
-
-def data() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(3, 96, (8, 12), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def trained(model: nn.Module, output: Path, resume: Path | None = None, **options: Any) -> Trainer:
-    """A stock Trainer that has trained `model`."""
-    options = {"max_steps": 3, "save_strategy": "no", **options}
-    args = TrainingArguments(
-        str(output),
-        per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        **options,
-    )
-    trainer = Trainer(model, args, train_dataset=data(), eval_dataset=data()[:4])
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    return trainer
-
-
-def log(trainer: Trainer) -> list[dict[str, float]]:
-    """Losses, norms of gradients, results of evaluations: all that is no time."""
-    timed = re.compile("runtime|per_second|total_flos")
-    rows = trainer.state.log_history
-    return [{k: v for k, v in row.items() if not timed.search(k)} for row in rows]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -86,6 +86,8 @@ def _begin(
             if not tiered:
                 durable.check_plain(optimizer)
             for session in _sessions(tiered):
+                if session.fabric is not None:
+                    session.fabric.check_together("step an optimizer")
                 refuse_ranks(session.config.mesh, session.fabric)
                 durable.check_step(session, optimizer)
                 session.begin_step(type(optimizer).__name__)

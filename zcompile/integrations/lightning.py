@@ -1,9 +1,10 @@
-"""A strategy for Lightning's Trainer streams checkpoints, and leaves what is offloaded in place.
+"""Strategies for Lightning's Trainer stream checkpoints, and leave what is offloaded in place.
 
     trainer = lightning.Trainer(strategy=OffloadStrategy("cuda"), devices=1)
+    trainer = lightning.Trainer(strategy=RanksStrategy(), devices=4)
 
 Lightning by itself makes a checkpoint in memory before it writes it, reads one whole, and at the
-end of `fit` moves model and optimizer states to the CPU.
+end of `fit` moves model and optimizer states to the CPU. Over several devices it wraps the model.
 """
 
 import io
@@ -12,31 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zcompile.checkpoint.checkpoint import resume, save
+from zcompile.checkpoint.state import fabric_behind
 from zcompile.errors import Unsupported
 
 STREAMED = ("state_dict", "optimizer_states")
 """What of a checkpoint of Lightning is written as tensors; the rest is small."""
 
 
-class OffloadStrategy(SingleDeviceStrategy):
-    """Trains on one device; a checkpoint is a directory that `zcompile.save` writes.
+class _StreamedCheckpoints(Strategy):
+    """A checkpoint is a directory that `zcompile.save` writes.
 
     It holds torch's random states too, so that a resumed run has the same shuffles and dropout.
     Checkpoints that Lightning wrote as files are read as well.
-
-    device  that `zcompile.offload` was given: "cuda" or "cpu"
     """
 
-    strategy_name = "zcompile"
-
-    def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
-        super().__init__(device=device, **options)
-        self._is_loaded = False
+    _is_loaded = False
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -109,6 +106,44 @@ class OffloadStrategy(SingleDeviceStrategy):
                 "use one with several groups, or leave the strategy out",
             )
         return self.optimizers[0] if self.optimizers else None
+
+
+class OffloadStrategy(_StreamedCheckpoints, SingleDeviceStrategy):
+    """Trains on one device; a checkpoint is a directory that `zcompile.save` writes.
+
+    device  that `zcompile.offload` was given: "cuda" or "cpu"
+    """
+
+    strategy_name = "zcompile"
+
+    def __init__(self, device: str | torch.device = "cpu", **options: Any) -> None:
+        super().__init__(device=device, **options)
+
+
+class RanksStrategy(_StreamedCheckpoints, DDPStrategy):
+    """Trains over several processes, each of which offloads the model, and so holds shares of it;
+    what `DistributedDataParallel` would do, ranks do themselves. All of them write a checkpoint.
+
+    It starts processes as `DDPStrategy` does, or is started by torchrun.
+    """
+
+    strategy_name = "zcompile_ranks"
+
+    def setup(self, trainer: Trainer) -> None:
+        """As of any strategy: `DDPStrategy` would send the values of rank 0 to the others.
+
+        raises  Unsupported, if ranks do not share the model
+        """
+        Strategy.setup(self, trainer)
+
+    def _setup_model(self, model: Any) -> Any:
+        if fabric_behind(model) is None:
+            raise Unsupported(
+                "RanksStrategy was given a model that ranks do not share: each would train its own",
+                "build and offload it in configure_model, where ranks know of each other; or take "
+                "lightning's own strategy for a plain model",
+            )
+        return model
 
 
 def _packed(values: dict[str, Any]) -> Tensor:

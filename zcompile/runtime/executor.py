@@ -299,6 +299,7 @@ class Executor:
             with deferred_interrupts():
                 return self._run(schedule, args, entries, recorded)
         self.store.fabric.check()
+        self.store.fabric.check_together(f"run {schedule.call_kind}")
         # An interrupt waits until the call is over, since the others wait for what comes after.
         with deferred_interrupts(), told_to_ranks(self.store.fabric):
             self._end_step(schedule)

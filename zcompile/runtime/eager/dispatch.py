@@ -52,6 +52,7 @@ from zcompile.runtime.eager.rows import (
 from zcompile.runtime.eager.shared import (
     agree_on_found_inf,
     agree_on_op,
+    check_read_alone,
     fabric_of,
     norms_over_ranks,
 )
@@ -95,7 +96,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         return args[0]
     if torch.is_grad_enabled():
         _note_uses(cls, args, kwargs)
-    if (fabric := fabric_of(cls, args, kwargs)) is not None:
+    fabric = fabric_of(cls, args, kwargs)
+    if fabric is not None and fabric.lone_reads is not None:
+        check_read_alone(fabric.lone_reads, cls, Application(func, tuple(args), kwargs))
+    elif fabric is not None:
         # What waits is agreed on later, all of it together, and before anything else.
         joined = _join(cls, func, args, kwargs)
         if joined is not NOT_JOINED:
@@ -297,7 +301,7 @@ def _apply(
         elif (
             is_elementwise(func)
             and streamable(app, cls)
-            and (fabric is None or _keeps_result(func) or not _has_shares(cls, app))
+            and (fabric is None or _keeps_result(func, fabric) or not _has_shares(cls, app))
             # A compiled call that got a view of a parameter: what streams is a call itself.
             and not (owner := session_of(tiered.entry)).executor.walks_here
         ):
@@ -319,10 +323,12 @@ def _apply(
     return results
 
 
-def _keeps_result(func: Dispatched) -> bool:
+def _keeps_result(func: Dispatched, fabric: Fabric) -> bool:
     """Whether the result of an op that streams is tiered, or it has none."""
     if func._schema.is_mutable or _is_list_op(func):
         return True
+    if fabric.lone_reads is not None:  # a copy of shares would be on one rank alone
+        return False
     return func is aten.clone.default and not torch.is_grad_enabled()
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.runtime.eager.clipping import MEASURES, is_gradient
 from zcompile.runtime.eager.fillings import LIKES, NEWS
+from zcompile.runtime.eager.rows import Application
 from zcompile.runtime.norms import Measure
-from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.fabric import Fabric, LoneReading
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 
@@ -80,6 +81,22 @@ def agree_on_op(
     """Compare an op with what the other ranks are about to do. raises  RanksDiffer, RankFailed"""
     if func not in ONE_RANK:
         agreement_on(cls, func, leaves, kwargs).reach(fabric, f"call {func}")
+
+
+def check_read_alone(reads: LoneReading, cls: type, app: Application) -> None:
+    """Check that an op only reads what rank 0 may read alone, and that this is rank 0.
+
+    raises  Unsupported
+    """
+    if app.func in ONE_RANK:
+        return
+    if changed := [tensor for tensor in app.written() if isinstance(tensor, cls)]:
+        tiered: Any = changed[0]
+        raise reads.refusal(f"change {tiered.entry.name!r} by {app.func}")
+    for tensor in app.tensors():
+        if isinstance(tensor, cls):
+            tiered = tensor
+            reads.check_readable(tiered.entry)
 
 
 def agreement_on(

@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -82,7 +82,7 @@ _SESSIONS: dict[tuple[int, ...], int] = defaultdict(int)
 SAME_ORDER = (
     "let every rank make the same calls in the same order, with the same settings and the same "
     "number of batches; what reads or changes parameters, as printing, saving and evaluating do, "
-    "is done by all ranks"
+    "is done by all ranks, or on rank 0 within zcompile.rank_zero_reads"
 )
 
 
@@ -451,13 +451,29 @@ def received(flat: Tensor, partition: Partition | None, tile: SharedRange | None
     return flat.numel() if partition is None else partition.count
 
 
+class LoneReading(Protocol):
+    """How rank 0 reads while the others wait (`lone_reads.py`)."""
+
+    def whole(self, entry: Any) -> Tensor:
+        """The bytes of a whole tensor in ordinary host memory."""
+
+    def check_readable(self, entry: Any) -> None:
+        """raises  Unsupported, where this rank may not read a tensor alone"""
+
+    def refusal(self, what: str) -> ZinfError:
+        """The error where a rank would do what all ranks do together."""
+
+
 class Fabric:
     """The ranks of one session, and what crosses between them.
 
     rank, size  this one, of how many; not those of the world, if the mesh is a part of that
     ranks       of the world, in the order of the mesh
     number      of the session, among those of the same ranks: the same on all of them
+    lone_reads  how rank 0 reads alone, on all ranks as long as it does; None: all read together
     """
+
+    lone_reads: LoneReading | None = None
 
     def __init__(self, ranks: Sequence[int], group: Any, timeout_s: float) -> None:
         """
@@ -588,6 +604,7 @@ class Fabric:
         then: Callable[[], None] = lambda: None,
     ) -> Promise:
         """then  is called when all have told the same, behind that and in its lane"""
+        self.check_together(f"{what} {text}".strip())
         self._calls += 1
         own = Record(self._calls, detail, value, what, text)
         self._watch.note(f"{what} {text}".strip())
@@ -963,6 +980,15 @@ class Fabric:
             raise self._watch.failed_here(error) from error
         except ZinfError as told:
             self.fail(told)
+
+    def read_alone(self, reads: LoneReading | None) -> None:
+        """From here on rank 0 reads alone, by these; None: all ranks read together again."""
+        self.lone_reads = reads
+
+    def check_together(self, what: str) -> None:
+        """Check that all ranks may do something together. raises  Unsupported"""
+        if self.lone_reads is not None:
+            raise self.lone_reads.refusal(what)
 
     def check(self) -> None:
         """The door of whatever uses values: they may be new in part. raises  what has failed"""

@@ -853,11 +853,14 @@ class Store:
         return self.read_here(entry)
 
     def whole(self, entry: Entry) -> Tensor:
-        """As `read_all`, of an entry that all ranks hold shares of: each of them calls it.
+        """As `read_all`, of an entry that all ranks hold shares of: each of them calls it, unless
+        rank 0 reads alone.
 
         raises  RanksDiffer, RankFailed
         """
         assert self.fabric is not None, "there are shares"
+        if self.fabric.lone_reads is not None:
+            return self.fabric.lone_reads.whole(entry)
         part = entry.partition
         assert part is not None, "there are shares"
         itemsize = entry.nbytes // part.count

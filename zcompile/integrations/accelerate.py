@@ -1,0 +1,55 @@
+"""An `Accelerator` for models that several ranks train together: it wraps none of them, and rank 0
+saves what all hold shares of.
+
+    from zcompile.integrations.accelerate import Accelerator
+
+With one process it is accelerate's own.
+"""
+
+import os
+from typing import Any
+
+import accelerate
+from torch import nn
+
+from zcompile.checkpoint.state import fabric_behind
+from zcompile.frontend.rank_zero import rank_zero_reads
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not typed
+    """Leaves a model unwrapped whose ranks exchange gradients themselves; what rank 0 saves, the
+    others send it. All ranks call what saves, as accelerate asks for anyway."""
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """As accelerate's; an offloaded model that ranks share is not given to
+        `DistributedDataParallel`."""
+        unwrapped = evaluation_mode or fabric_behind(model) is not None
+        made: nn.Module = super().prepare_model(model, device_placement, unwrapped)
+        return made
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any
+    ) -> str:
+        """As accelerate's: the files of one process, written by rank 0.
+
+        raises  what writing raises, on rank 0; Unsupported on the others then; RankFailed
+        """
+        with rank_zero_reads(*self._models, *self._optimizers):
+            where: str = super().save_state(output_dir, safe_serialization, **options)
+        return where
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As accelerate's, with the errors of `save_state`."""
+        with rank_zero_reads(model):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)

@@ -250,7 +250,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self._place.extent.name
 
     @property
     def home(self) -> str:

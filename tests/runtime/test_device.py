@@ -8,7 +8,7 @@ import torch
 from streams.cuda import SimulatedCuda, Simulation
 
 from zcompile.errors import DeviceTooSmall
-from zcompile.ir.ties import Dead, Tie
+from zcompile.ir.ties import Dead, tie_to
 from zcompile.ir.units import MiB
 from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cpu import CpuDevice
@@ -103,7 +103,8 @@ def test_lent_memory_has_its_own_storage_and_says_when_it_dies(device):
     memory = device.allocate(1024)
     freed = Dead()
     ties = []
-    lent = device.owning_view(memory[256:768], lambda owner: ties.append(Tie(owner, freed, "that")))
+    tied = memory[256:768]
+    lent = device.owning_view(tied, lambda owner: ties.append(tie_to(owner, freed, "that")))
     lent.fill_(5)
     assert memory.tolist() == memory[:256].tolist() + [5] * 512 + memory[768:].tolist()
     assert lent.device == memory.device

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged
-from zcompile.ir.ties import Dead, Tie, Watch
+from zcompile.ir.ties import Dead, Tie, tie_to
 from zcompile.ir.torch_compat import counted_with, is_held_by
 
 
@@ -102,19 +102,18 @@ def bind(entry: Held) -> None:
             _ENTRIES.pop(_GONE.popleft().mark, None)
         except IndexError:  # another thread was here
             break
-    _ENTRIES[entry.key] = Tie(entry, _GONE, entry.key)
+    _ENTRIES[entry.key] = tie_to(entry, _GONE, entry.key)
 
 
-def handle_of(key: int, watch: Watch) -> Tensor:
-    """A 0-dim tensor that stands for `key`; `watch` is told of the memory, which dies with its
-    storage.
+def handle_of(key: int, died: Dead) -> tuple[Tensor, Tie]:
+    """A 0-dim tensor that stands for `key`, and the tie by which `died` is told of its end: to its
+    memory, which dies with its storage.
 
     The storage is what counts: autograd may keep the handle for backward after whoever held it is
     gone.
     """
     memory = _Number(_spread(key))
-    watch(memory)
-    return _over(memory)
+    return _over(memory), tie_to(memory, died, key)
 
 
 def _over(memory: Any) -> Tensor:
@@ -231,7 +230,7 @@ def claimed(handle: Tensor, param: Tensor) -> Tensor:
         return root
     key, of, memory = new_key(), _key_of(root), _Cell()
     memory[0], memory.root = _spread(key), root
-    share = Share(key, of, param, Tie(memory, _LEFT, key))
+    share = Share(key, of, param, tie_to(memory, _LEFT, key))
     _SHARES[key] = _SHARES_OF.setdefault(of, {})[key] = share
     return counted_with(root, _over(memory))
 
@@ -273,6 +272,16 @@ def entry_of(handle: Tensor) -> Held:
     key = _key_of(handle)
     share = _SHARES.get(key)
     return _entry_at(key if share is None else share.of)
+
+
+def entries_of(handles: Sequence[Tensor]) -> list[Held]:
+    """`entry_of` each handle: a call names hundreds of entries."""
+    found: list[Held] = []
+    for handle in handles:
+        named = _ENTRIES.get(_key_of(handle))  # a share's key is none of these
+        entry = None if named is None else named()
+        found.append(entry_of(handle) if entry is None else entry)
+    return found
 
 
 def _entry_at(key: int) -> Held:

@@ -30,6 +30,7 @@ from torch._C import DispatchKey
 from torch._C._dynamo.eval_frame import set_eval_frame as _set_eval_frame
 from torch._dynamo import convert_frame as _convert_frame
 from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+from torch._dynamo.decorators import skip as _skip_frames_of
 from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
@@ -69,7 +70,9 @@ __all__ = [
     "LateStorage",
     "aot_backend",
     "boxed",
+    "grad_of",
     "is_traceable_wrapper_subclass",
+    "set_grad",
     "trees",
     "without_modes",
 ]
@@ -118,7 +121,7 @@ def untraced(function: F) -> F:
         finally:
             _set_eval_frame(stopped)
 
-    return cast("F", torch.compiler.disable(called, recursive=False))
+    return cast("F", _skip_frames_of(called))
 
 
 def is_profiling() -> bool:
@@ -142,14 +145,12 @@ def wrapper(
     conj, neg  torch's own marks of lazy views. With one, every op but views, clones and copies
                arrives with a clone in its place, and what is written to that is copied back
     """
+    # Each argument takes a third as long as all the rest: what is usual is not said.
+    more: dict[str, Any] = {"storage_offset": offset} if offset else {}
+    if requires_grad:
+        more["requires_grad"] = True
     made: Tensor = torch.Tensor._make_wrapper_subclass(
-        cls,
-        size,
-        strides=stride,
-        storage_offset=offset,
-        dtype=dtype,
-        device=device,
-        requires_grad=requires_grad,
+        cls, size, strides=stride, dtype=dtype, device=device, **more
     )
     if conj or neg:
         mark(made, conj, neg)
@@ -555,16 +556,13 @@ def grad_fn_of(tensor: Tensor) -> Any:
     return _GRAD_FN.__get__(tensor)
 
 
-def grad_of(tensor: Tensor) -> Tensor | None:
-    """`tensor.grad`, past a property of that name that a subclass has."""
-    found: Tensor | None = _GRAD.__get__(tensor)
-    return found
+grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+"""`tensor.grad`, past a property of that name that a subclass has. It is torch's own, in C: a step
+asks each parameter six times."""
 
-
-def set_grad(tensor: Tensor, grad: Tensor | None) -> None:
-    """`tensor.grad = grad`, past a property of that name that a subclass has. Autograd sets it past
-    any property."""
-    _GRAD.__set__(tensor, grad)
+set_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""`tensor.grad = grad`, past a property of that name that a subclass has. Autograd sets it past any
+property."""
 
 
 def next_sequence_number() -> int:

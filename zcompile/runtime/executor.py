@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import CallChanged, ParameterChanged, TierFull, Unsupported
-from zcompile.ir.handles import Leaf, entry_of, leaves_of, shown_as
+from zcompile.ir.handles import Leaf, entries_of, leaves_of, shown_as
 from zcompile.ir.schedule import (
     Agree,
     Borrow,
@@ -336,7 +336,7 @@ class Executor:
         leaves: Sequence[Leaf] = entries or ()
         if entries is None:
             handles = [values[register] for register in schedule.handles]
-            entries = [cast(Entry, entry_of(handle)) for handle in handles]
+            entries = cast("list[Entry]", entries_of(handles))
             leaves = leaves_of(handles, entries)
             _check_same_data(schedule, leaves)
         self.wait_for_in_flight(most_inherited(schedule))
@@ -646,7 +646,8 @@ class _Call:
     def _borrow_each(self, borrows: Sequence[Borrow]) -> None:
         values, in_place = self.values, self.in_place
         lent = self.views.views(borrows, self.schedule.serial)
-        in_place.update(zip(map(id, lent), lent, strict=True))
+        if self.schedule.outputs:  # of which none is to be one of these
+            in_place.update(zip(map(id, lent), lent, strict=True))
         for borrow, found in zip(borrows, lent, strict=True):
             values[borrow.register] = found
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, UntypedStorage
 
 from zcompile.ir.schedule import Run
-from zcompile.ir.ties import Dead, Tie
+from zcompile.ir.ties import Dead, Tie, tie_to
 from zcompile.ir.torch_compat import storage_of
 from zcompile.ir.types import LiveBytes, MemoryProfile
 from zcompile.runtime.meter import Gauge
@@ -40,6 +40,10 @@ class LiveStorage:
     def __init__(self, key: int, nbytes: int) -> None:
         self.key, self.nbytes, self.holders = key, nbytes, 0
         self.watch: object = None
+
+    def watch_by(self, told: Tie) -> None:
+        """Keep a tie that tells of its death."""
+        self.watch = told if self.watch is None else [self.watch, told]
 
     @classmethod
     def standing_for(cls, value: Tensor) -> "LiveStorage":
@@ -81,7 +85,10 @@ class LiveMemory:
                     change -= row.nbytes
         found: list[LiveStorages] = []
         for value in made:
-            rows = self._rows_of(value)
+            # A plain tensor, the usual case, is not asked what it is.
+            rows = (
+                (self._row(storage_of(value)),) if type(value) is Tensor else self._rows_of(value)
+            )
             for row in rows:
                 if row.holders == 0:
                     change += row.nbytes
@@ -108,8 +115,7 @@ class LiveMemory:
             row = self._row(storage)
             assert row.holders, "a call holds it still"
             row.holders += 1
-            tie = Tie(storage, self._died, row)
-            row.watch = tie if row.watch is None else [row.watch, tie]
+            row.watch_by(tie_to(storage, self._died, row))
 
     def drop(self, rows: LiveStorages) -> None:
         """Drop some storages."""
@@ -132,8 +138,7 @@ class LiveMemory:
             return rows
         (row,) = rows
         row.holders += 1
-        tie = Tie(storage, self._died, row)
-        row.watch = tie if row.watch is None else [row.watch, tie]
+        row.watch_by(tie_to(storage, self._died, row))
         return rows
 
     def _rows_of(self, value: object) -> LiveStorages:
@@ -157,12 +162,15 @@ class LiveMemory:
     def _reap(self) -> None:
         """Drop the storages that died. They only say so, without any lock, since they may die
         anywhere."""
+        freed = 0
         while self._died:
             row = self._died.popleft().mark
             row.holders -= 1
             if row.holders == 0:
                 self._rows.pop(row.key, None)
-                self._gauge.change(-row.nbytes)
+                freed += row.nbytes
+        if freed:
+            self._gauge.change(-freed)
 
 
 def storages_of(value: object) -> Iterator[UntypedStorage]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap, more_device_memory
 from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
-from zcompile.ir.ties import Dead, Tie
+from zcompile.ir.ties import Dead, Tie, tie_to
 from zcompile.ir.torch_compat import storage_of
 from zcompile.ir.types import ALIGNMENT, Layout, aligned
 from zcompile.ir.units import show_size
@@ -276,7 +276,7 @@ class Arena:
 
     def _watch(self, begin: int, view: object) -> None:
         """Note that the range from `begin` on comes back when the storage of `view` dies."""
-        self._ties[begin] = Tie(view, self._returned, begin)
+        self._ties[begin] = tie_to(view, self._returned, begin)
 
     def _wait_for_transfers(self) -> None:
         """Before giving up: a transfer may still hold a range, or a dead reference cycle."""

@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -228,4 +228,4 @@ class DurableTier:
 
 def _with_name_of(holder: Extent, extent: Extent) -> Extent:
     """`holder`, under the name that `extent` has now."""
-    return holder if holder.name == extent.name else replace(holder, name=extent.name)
+    return holder if holder.name == extent.name else holder._replace(name=extent.name)

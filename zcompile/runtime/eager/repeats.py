@@ -14,6 +14,7 @@ are new, and of plain operands.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from zcompile.runtime.eager.rows import counts_writes_in_kernels, leaves_of
 from zcompile.runtime.session import Repeat, Session, session_of
 from zcompile.runtime.store.store import Entry
 
+_LAYOUT = attrgetter("entry_layout")
 LIST_OPS = ("aten::_foreach", "aten::_fused")
 MOST_REPEATS = 8
 """Repeats kept of calls with as many operands each: of groups of parameters of one size."""
@@ -117,8 +119,8 @@ class KeptOperands:
 
     room     that the step streams through
     on_host  the plan lets the host update something
-    lasting  those over entries that outlive steps: the entry and the layout of each
-    entries  the entries of those
+    entries  those over entries that outlive steps: the entry of each
+    layouts  of those
     passing  those over other entries, all of them on the device: layout, bytes and kind of each
     numbers  plain tensors without dimensions: dtype and device of each
     others   what is known of each of the others
@@ -127,8 +129,8 @@ class KeptOperands:
     mark: object
     room: StepRoom
     on_host: bool
-    lasting: Sequence[tuple[int, Entry, Layout]]
     entries: dict[int, Entry]
+    layouts: Sequence[Layout]
     passing: Sequence[tuple[int, Layout, int, EntryKind]]
     numbers: Sequence[tuple[int, torch.dtype, torch.device]]
     others: Sequence[tuple[int, object]]
@@ -138,13 +140,15 @@ class KeptOperands:
     ) -> dict[int, Entry] | None:
         """The entries behind the operands of another call, by position, if it is a repeat of this
         one; else None."""
-        for at, entry, layout in self.lasting:
-            leaf = leaves[at]
-            # Not `leaf.entry`: of a tensor that is traced nothing is asked.
-            if type(leaf) is not cls or (known := leaf._known) is None or known() is not entry:
-                return None
-            if leaf.entry_layout is not layout:
-                return None
+        lasting = [leaves[at] for at in self.entries]
+        if {*map(type, lasting)} - {cls}:
+            return None
+        # Not `leaf.entry`: of a tensor that is traced nothing is asked.
+        named = [leaf._known for leaf in lasting]
+        if not all(named) or any(map(is_not, [x() for x in named], self.entries.values())):
+            return None
+        if any(map(is_not, map(_LAYOUT, lasting), self.layouts)):
+            return None
         found = {**self.entries}
         for at, layout, nbytes, kind in self.passing:
             leaf = leaves[at]
@@ -176,11 +180,12 @@ class KeptOperands:
 
 def _kept_operands(call: ListCall) -> KeptOperands | None:
     """What the next call is compared with; None, if it has to be looked at closely."""
-    lasting, passing, numbers, others = [], [], [], []
+    entries, layouts, passing, numbers, others = dict[int, Entry](), [], [], [], []
     for at, leaf in enumerate(call.leaves):
         entry = call.entries.get(at)
         if entry is not None and entry.kind.lasting:
-            lasting.append((at, entry, leaf.entry_layout))
+            entries[at] = entry
+            layouts.append(leaf.entry_layout)
         elif entry is not None and entry.place.tier.on_device:
             passing.append((at, leaf.entry_layout, entry.nbytes, entry.kind))
         elif entry is not None:
@@ -194,8 +199,8 @@ def _kept_operands(call: ListCall) -> KeptOperands | None:
         call.mark,
         session.step_room,
         bool(session.host_updates.wanted),
-        lasting,
-        {at: entry for at, entry, _ in lasting},
+        entries,
+        layouts,
         passing,
         numbers,
         others,

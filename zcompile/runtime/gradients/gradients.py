@@ -18,7 +18,7 @@ from torch import Tensor
 from zcompile.errors import Unsupported
 from zcompile.ir.handles import Leaf, leaf_of
 from zcompile.ir.schedule import Cast
-from zcompile.ir.ties import Dead, Tie
+from zcompile.ir.ties import Dead, Tie, tie_to
 from zcompile.ir.torch_compat import (
     accumulates_into,
     after_backward,
@@ -147,7 +147,7 @@ class Gradients:
                 self._calls.pop(self._dead_nodes.popleft().mark, None)
             if (found := node()) is not None:
                 number = next(self._numbers)
-                self._calls[number] = Tie(found, self._dead_nodes, number), self._expected
+                self._calls[number] = tie_to(found, self._dead_nodes, number), self._expected
             else:
                 self._unknown_pass.update(self._expected)
             self._expected = ()

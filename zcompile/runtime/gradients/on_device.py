@@ -74,7 +74,8 @@ class DeviceGradients:
         self._sole, self._came = sole, came
         self._expected: dict[int, _Expected] = {}
         self._received: list[tuple[Leaf, _Expected]] = []
-        self._may_stay: dict[int, Tensor] = {}
+        self._may_stay: dict[int, tuple[Tensor, Layout]] = {}
+        """Key of a leaf -> its parameter, and the layout of the gradient of that."""
         self._staying: list[_Staying] = []
 
     def begin(self, schedule: Schedule, leaves: Sequence[Leaf]) -> None:
@@ -101,7 +102,7 @@ class DeviceGradients:
             if param is None or not (layout := _layout_of(param)).dense:
                 continue
             if reserved is None:
-                self._may_stay[leaf.key] = param
+                self._may_stay[leaf.key] = param, layout
                 continue
             nbytes, cast = reserved
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
@@ -143,9 +144,9 @@ class DeviceGradients:
         returns  what counts as live until it would have left, had it gone further; None, if it has
                  no address, or not the layout of its parameter
         """
-        expected, param = self._expected.pop(leaf.key, None), self._may_stay.pop(leaf.key, None)
-        if param is not None:
-            return self._keep(leaf, param, grad)
+        if (stays := self._may_stay.pop(leaf.key, None)) is not None:
+            return self._keep(leaf, *stays, grad)
+        expected = self._expected.pop(leaf.key, None)
         if expected is None:
             return None
         target = expected.target
@@ -159,15 +160,19 @@ class DeviceGradients:
         copy_dense(target, grad)
         return grad
 
-    def _keep(self, leaf: Leaf, param: Tensor, grad: Tensor) -> Tensor | None:
+    def _keep(self, leaf: Leaf, param: Tensor, layout: Layout, grad: Tensor) -> Tensor | None:
         """Let a gradient stay in the memory it was made in, if that is its own; returns it then,
-        else None."""
-        layout, dtype = _layout_of(param), grad.dtype
-        if dtype.itemsize < layout.dtype.itemsize:
+        else None.
+
+        layout  of the gradient of the parameter
+        """
+        dtype = grad.dtype
+        if dtype is not layout.dtype:
+            if dtype.itemsize >= layout.dtype.itemsize:
+                return None
             layout = replace(layout, dtype=dtype)
         own = storage_of(grad).nbytes() == grad.nbytes == layout.nbytes
-        bits = dtype is layout.dtype and not is_lazy(grad)
-        if not (own and bits and grad.stride() == layout.stride):
+        if not own or grad.stride() != layout.stride or is_lazy(grad):
             return None
         self._staying.append(_Staying(param, leaf, layout, grad))
         return grad

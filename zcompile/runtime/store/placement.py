@@ -129,7 +129,8 @@ class Tiers:
         It makes room at once for what is decided; what the host has still to compute with it holds
         its bytes until then, and they are counted so.
         """
-        self._account(place.tier, kind, place.extent, -1, place.host_uses_over())
+        if not place.tier.on_device:  # where the host computes nothing, and nothing is counted here
+            self._account(place.tier, kind, place.extent, -1, place.host_uses_over())
 
     def move(self, place: Place, ref: EntryRef, kind: EntryKind, home: str) -> TierIO | None:
         """Let `place`, of the entry `ref`, be on the tier `home` from here on, blank.

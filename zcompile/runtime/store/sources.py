@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from zcompile.errors import ParameterChanged
-from zcompile.ir.ties import Dead, Tie
+from zcompile.ir.ties import Dead, Tie, tie_to
 from zcompile.ir.torch_compat import (
     held_outside_python,
     holders_of_memory,
@@ -151,7 +151,7 @@ class MemorySource:
             other: MemorySource | None = tie()
             if other is not None and _share_bytes(other._value, self._value):
                 other._share_with(entry)
-        _SOURCES.setdefault(memory, others).add(Tie(self, _DEAD, memory))
+        _SOURCES.setdefault(memory, others).add(tie_to(self, _DEAD, memory))
         entry.sources = (*entry.sources, self)
 
     def _share_with(self, entry: SourcedEntry) -> None:

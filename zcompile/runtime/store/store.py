@@ -250,7 +250,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        return self.place.name
+        return self._place.extent.name
 
     @property
     def home(self) -> str:
@@ -659,10 +659,8 @@ class Store:
 
     def handle(self, entry: Entry) -> Tensor:
         """The handle of a new entry, which is freed when the last use of its handle has died."""
-        return handles.handle_of(entry.key, partial(self._watch, entry))
-
-    def _watch(self, entry: Entry, memory: object) -> None:
-        entry.tie = Tie(memory, self._dead, entry.key)
+        handle, entry.tie = handles.handle_of(entry.key, self._dead)
+        return handle
 
     def holds(self, entry: Entry) -> bool:
         """Whether the entry is alive: False once the last use of its handle has died."""

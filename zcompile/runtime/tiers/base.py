@@ -9,7 +9,6 @@ writing, follow each other; all others run side by side.
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -21,8 +20,7 @@ from zcompile.runtime.transfer.ticket import Countdown, Promise
 # --- Tiers ---
 
 
-@dataclass(frozen=True)
-class Extent:
+class Extent(NamedTuple):
     """A range of a tier: `nbytes` from `offset` of file (or address space) number `file`.
 
     name  of the entry that rests there, for people
@@ -181,7 +179,7 @@ class Place:
         return self.extent.name
 
     def rename(self, name: str) -> None:
-        self.extent = replace(self.extent, name=name)
+        self.extent = self.extent._replace(name=name)
         CHANGES.note()
 
     def rest(self, tier: TierIO, extent: Extent) -> None:

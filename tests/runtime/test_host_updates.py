@@ -6,6 +6,7 @@ Plans that are forced to have them train beside plain PyTorch, whose bits they a
 import gc
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -212,10 +213,18 @@ def test_whoever_asks_waits_for_the_thread_of_the_lane(monkeypatch, shared):
     assert shared.equal()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU flushes none")
-def test_denormal_numbers_are_flushed_where_the_program_flushes_them(shared):
-    """That is a mode of each thread. Of a tiny gradient, the square is a denormal number, and kept
-    when it is no longer flushed."""
+def test_denormal_numbers_are_flushed_where_the_program_flushes_them(shared, one_thread):
+    """That is a mode of each thread, which those that torch shares an op out to do not have. Of a
+    tiny gradient, the square is a denormal number, and kept when it is no longer flushed."""
     kept = []
     for flushes in (True, False):
         before = shared.on_host

@@ -19,6 +19,7 @@ from torch import fx
 from zcompile.config import Config, with_plan_options
 from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError
 from zcompile.frontend.fusions import compiler_of
+from zcompile.frontend.higher_order import keep_tiered_from_higher_order
 from zcompile.frontend.ranks import refuse_tiles, tell_of_tiles
 from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.shared_results import first, return_shared
@@ -103,10 +104,12 @@ def zinf(
         write_steps(session, dumped.path)
         session.executor.listen(watch.name, watch)
     graph = _Graph(specs, _weakly(session), config, watch)
+    results = None
     if session is not None:
         session.meter.count("graphs")
         remember_frame(session)
-    results = return_shared(gm) if session is not None else None
+        results = return_shared(gm)
+        keep_tiered_from_higher_order(gm)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS)
     with (
         working(f"compiling {watch.name}"),

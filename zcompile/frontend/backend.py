@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from zcompile.config import Config, with_plan_options
-from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError
+from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError, quoted
 from zcompile.frontend.fusions import compiler_of
 from zcompile.frontend.higher_order import keep_tiered_from_higher_order
 from zcompile.frontend.ranks import refuse_tiles, tell_of_tiles
@@ -425,7 +425,8 @@ def _refuse_sparse(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            where = module_of(node) or "the model"
+            module = module_of(node)
+            where = repr(module) if module else "the model"
             raise Unsupported(
                 f"{node.target} of {where} makes a {value.layout} tensor, as the gradient "
                 "of torch.nn.Embedding(sparse=True) is, and those of compiled graphs are dense",
@@ -452,7 +453,7 @@ def _refuse_written_views(graph: fx.Graph, specs: Mapping[int, ParamSpec]) -> No
 
 def _log_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
     """Log in one line where a graph may round otherwise than eager."""
-    places = [f"{r.where} ({r.by}: {r.why})" for r in roundings]
+    places = [f"{quoted(r.where)} ({r.by}: {r.why})" for r in roundings]
     more = f"; {len(places) - MOST_LOGGED} more in stats" if len(places) > MOST_LOGGED else ""
     log.info(
         "%s is not bit-equal to eager, within rounding: %s%s",

@@ -249,6 +249,11 @@ def test_many_live_values_are_summed_up():
     assert "42.0 MiB  ... 4 more" in str(error)
 
 
+@pytest.mark.parametrize(("name", "shown"), [("0.weight", "'0.weight'"), ("%mm_1", "%mm_1")])
+def test_names_of_modules_are_quoted_and_nodes_stand_as_in_a_graph(name, shown):
+    assert errors.quoted(name) == shown
+
+
 def test_an_unknown_key_without_a_neighbour_names_all():
     error = errors.UnknownOption("zzz", ["dump", "regions"], "options")
     assert str(error) == "options does not know 'zzz' (known: dump, regions)"

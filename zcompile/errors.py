@@ -86,6 +86,12 @@ class BudgetExceeded(ZinfError, MemoryError):
         self.where, self.alive = where, tuple(alive)
 
 
+def quoted(name: str) -> str:
+    """`name`, of a parameter or module, as each sentence shows it; a node stands as in a graph,
+    `%mm`."""
+    return name if name.startswith("%") else repr(str(name))
+
+
 def more_device_memory(nbytes: int) -> str:
     """What to do where the device needs so many bytes."""
     return f"give zcompile.offload device_memory={write_budget(nbytes)} or more"

@@ -17,7 +17,7 @@ from zcompile.ir.units import Bytes, KiB, MiB
 UP = SlicedRegion("blocks.0.up", 4, 192, 24 * KiB, 72 * KiB, 18 * KiB)
 GATE = SlicedRegion("blocks.1.gate", 2, 192, 48 * KiB, 96 * KiB, 48 * KiB)
 WHY = (
-    "24.0 KiB of drop are not cut into slices of tokens: %dropout draws random numbers, which "
+    "24.0 KiB of 'drop' are not cut into slices of tokens: %dropout draws random numbers, which "
     "is not repeated"
 )
 
@@ -139,4 +139,4 @@ def test_a_real_run_tells_the_slices_that_were_taken(sliced, zinf):
     assert region["sliced_bytes"] == 3 * one // region["slices"]
     assert region["whole_bytes"] < one
     shown = zinf("show", dump)[1]
-    assert f"{region['name']} runs over {region['slices']} slices of its 2048 tokens" in shown
+    assert f"{region['name']!r} runs over {region['slices']} slices of its 2048 tokens" in shown

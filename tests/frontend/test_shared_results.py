@@ -8,12 +8,20 @@ from torch import nn, optim
 
 import zcompile
 
+
+def _halves(y):
+    return y[..., :4], y[..., 4:]
+
+
 RESULTS = {
-    "halves": lambda y: (y[..., :4], y[..., 4:]),
+    "halves": _halves,
     "parts that overlap": lambda y: (y[:, :3], y[:, 1:]),
     "all of it, and a part": lambda y: (y, y[:, 0]),
     "a part that was written within": lambda y: (y.mul_(2)[0], y[:1]),
     "three that lie apart": lambda y: (y[..., :2], y[..., 2:5], y[..., 5:]),
+    "of what vmap and grad made": lambda y: _halves(
+        torch.vmap(torch.func.grad(lambda row: (row.sin() * row).sum()))(y)
+    ),
     "beside others": lambda y: (y.square().sum(), y[0], y[:1], y.detach()),
 }
 

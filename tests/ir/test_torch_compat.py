@@ -72,6 +72,68 @@ def arguments_of() -> None:
 
 
 @contract
+def region_called() -> None:
+    called = []
+
+    @torch.compiler.nested_compile_region
+    def region(x):
+        return x.sin()
+
+    def seen(gm, inputs):
+        called.extend((gm, private.region_called(node)) for node in gm.graph.nodes)
+        return gm
+
+    x = torch.randn(3)
+    torch.compile(lambda x: region(region(x)), backend=seen)(x)
+    regions = [(gm.get_submodule(found[0]), found[1]) for gm, found in called if found is not None]
+    assert len(regions) == 2
+    for body, operands in regions:
+        assert torch.equal(body(x)[0], x.sin())
+        assert len(operands) == 1
+
+
+@contract
+def stays_one_op() -> None:
+    """As AOTAutograd's graphs are: `cond` is in them, and a checkpoint is what it calls."""
+    seen = []
+
+    def noted(gm, inputs):
+        seen.append([node.target for node in gm.graph.nodes])
+        return private.boxed(lambda args: gm(*args))
+
+    def given(x):
+        y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return torch.utils.checkpoint.checkpoint(torch.tanh, y, use_reentrant=False)
+
+    def outer(gm, inputs):
+        seen.append([node.target for node in gm.graph.nodes])
+        return private._aot_autograd(fw_compiler=noted, bw_compiler=noted)(gm, inputs)
+
+    with torch.no_grad():
+        torch.compile(given, backend=outer)(torch.ones(3))
+    higher, traced = (
+        [t for t in targets if isinstance(t, torch._ops.HigherOrderOperator)] for targets in seen
+    )
+    assert len(higher) == 2
+    assert [t for t in higher if private.stays_one_op(t)] == traced == [torch.ops.higher_order.cond]
+    assert not private.stays_one_op(torch.ops.aten.sin.default)
+
+
+@contract
+def is_within_transform() -> None:
+    seen = []
+
+    def noted(x):
+        seen.append((private.is_within_transform(x), private.is_within_transform(x.view(-1))))
+        return x.sum()
+
+    torch.vmap(noted)(torch.ones(2, 3))
+    torch.func.grad(noted)(torch.ones(3))
+    assert seen == [(True, True), (True, True)]
+    assert not private.is_within_transform(torch.ones(3))
+
+
+@contract
 def faked_at_once() -> None:
     """Torch makes the fake of such an op by one call, and it traces as any other."""
     asked = []

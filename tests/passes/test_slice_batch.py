@@ -1,5 +1,6 @@
 """Blocks over slices of the batch: which values have one, how stages lie, the same numbers."""
 
+import re
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -361,6 +362,19 @@ def test_without_slices_such_a_budget_is_refused():
     joint = attentive()
     with pytest.raises(BudgetExceeded):
         joint.copy(budget_bytes=tight(joint)).through(*LATER)
+
+
+def test_a_refusal_offers_a_budget_that_does_in_slices():
+    """Less than what does without, and not far from the least that does."""
+    joint = attentive(4, 16)
+    held = footprint(joint.graph, joint.plan.params).peak
+    with pytest.raises(BudgetExceeded, match="runs in slices") as refused:
+        joint.copy(budget_bytes=held * 9 // 20).through(*PASSES)
+    offered = int(re.search(r"device_memory='?(\d+)", str(refused.value))[1])
+    assert offered < refused.value.needed_bytes
+    assert joint.copy(budget_bytes=offered).through(*PASSES).plan.batch is not None
+    with pytest.raises(BudgetExceeded):
+        joint.copy(budget_bytes=offered * 3 // 4).through(*PASSES)
 
 
 def test_a_batch_whose_size_is_dynamic_stays_whole():

@@ -280,7 +280,7 @@ def test_what_cannot_be_tiled_stays_whole_and_a_note_says_so():
     tiled = joint.through(*in_tiles(512))
     assert printer.text(tiled.graph) == printer.text(joint.graph)
     (note,) = tiled.plan.notes
-    assert "weight is gathered whole: %mul cannot be computed over tiles of it" in note.text
+    assert "'weight' is gathered whole: %mul cannot be computed over tiles of it" in note.text
 
 
 def test_ids_that_no_row_has_are_refused():

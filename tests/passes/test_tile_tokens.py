@@ -264,7 +264,7 @@ def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
     sliced = joint.copy(budget_bytes=budget).through(*CONFIGURED)
     assert printer.text(sliced.graph) == printer.text(joint.through(InSlices(2)).graph)
     assert [n.text for n in sliced.plan.notes] == [
-        "up runs over 2 slices of its 192 tokens: 72.0 KiB of values inside become 36.0 KiB"
+        "'up' runs over 2 slices of its 192 tokens: 72.0 KiB of values inside become 36.0 KiB"
     ]
     (region,) = sliced.plan.sliced
     assert (region.name, region.slices, region.sliced_bytes) == ("up", 2, 36 * KiB)
@@ -304,8 +304,8 @@ def test_tokens_of_a_number_that_changes_stay_whole_and_that_is_told():
     with pytest.raises(BudgetExceeded) as refused:
         joint.copy(budget_bytes=held // 2).through(*CONFIGURED)
     assert refused.value.__notes__ == [
-        "6.00 KiB of 0 are not cut into slices of tokens: how many there are is known at run time "
-        "only"
+        "6.00 KiB of '0' are not cut into slices of tokens: how many there are is known at run "
+        "time only"
     ]
 
 

@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from zcompile.config import Config, with_plan_options
-from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError
+from zcompile.errors import BudgetExceeded, ConfigInvalid, Unsupported, ZinfError, quoted
 from zcompile.frontend.fusions import compiler_of
+from zcompile.frontend.higher_order import keep_tiered_from_higher_order
 from zcompile.frontend.ranks import refuse_tiles, tell_of_tiles
 from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.shared_results import first, return_shared
@@ -103,10 +104,12 @@ def zinf(
         write_steps(session, dumped.path)
         session.executor.listen(watch.name, watch)
     graph = _Graph(specs, _weakly(session), config, watch)
+    results = None
     if session is not None:
         session.meter.count("graphs")
         remember_frame(session)
-    results = return_shared(gm) if session is not None else None
+        results = return_shared(gm)
+        keep_tiered_from_higher_order(gm)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS)
     with (
         working(f"compiling {watch.name}"),
@@ -422,7 +425,8 @@ def _refuse_sparse(graph: fx.Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            where = module_of(node) or "the model"
+            module = module_of(node)
+            where = repr(module) if module else "the model"
             raise Unsupported(
                 f"{node.target} of {where} makes a {value.layout} tensor, as the gradient "
                 "of torch.nn.Embedding(sparse=True) is, and those of compiled graphs are dense",
@@ -449,7 +453,7 @@ def _refuse_written_views(graph: fx.Graph, specs: Mapping[int, ParamSpec]) -> No
 
 def _log_roundings(graph: str, roundings: Sequence[Rounding]) -> None:
     """Log in one line where a graph may round otherwise than eager."""
-    places = [f"{r.where} ({r.by}: {r.why})" for r in roundings]
+    places = [f"{quoted(r.where)} ({r.by}: {r.why})" for r in roundings]
     more = f"; {len(places) - MOST_LOGGED} more in stats" if len(places) > MOST_LOGGED else ""
     log.info(
         "%s is not bit-equal to eager, within rounding: %s%s",

@@ -72,8 +72,9 @@ def check_kept_results(model: nn.Module, plain: list[tuple[str, nn.Parameter]]) 
         own = [(n, p) for n, p in module.named_parameters(path, recurse=False) if id(p) in moved]
         saved = [name for name, param in own if kept and is_saved_by_graphs(param)]
         if saved:
+            holder = repr(path) if path else "the model"
             raise Unsupported(
-                f"{path or 'the model'} keeps as its .{kept[0]} what was computed before, as "
+                f"{holder} keeps as its .{kept[0]} what was computed before, as "
                 f"torch.nn.utils.weight_norm does, by a graph that saved parameter {saved[0]!r}",
                 "apply that after zcompile.offload, or take "
                 "torch.nn.utils.parametrizations.weight_norm; what forward computes anew "

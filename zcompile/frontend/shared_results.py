@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from zcompile.ir.graph import output_of
-from zcompile.ir.torch_compat import is_traceable_wrapper_subclass, memory_of
+from zcompile.ir.torch_compat import is_traceable_wrapper_subclass, is_within_transform, memory_of
 
 
 def return_shared(gm: fx.GraphModule) -> int | None:
@@ -72,9 +72,15 @@ def _shared(graph: fx.Graph, results: list[fx.Node]) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> int | None:
-    """A number for the memory of a plain tensor; None for all else."""
+    """A number for the memory of a plain tensor; None for all else.
+
+    What a function under `torch.func` computes is no result: what leaves that function is a tensor
+    of its own, which torch makes of it.
+    """
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):
+        return None
+    if is_within_transform(value):
         return None
     return memory_of(value)
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zcompile.errors import ZinfError
+from zcompile.errors import ZinfError, quoted
 from zcompile.frontend.replan import StepController, plan_in_force, why_unplanned
 from zcompile.ir import printer, serialize
 from zcompile.ir import serialize as form
@@ -113,7 +113,7 @@ class _Writer:
             plan=self._told(session, plan, costs),
             unplanned=_unplanned(session, plan),
             inexact=tuple(
-                f"{where} may round otherwise than eager's, by {by}: {why}"
+                f"{quoted(where)} may round otherwise than eager's, by {by}: {why}"
                 for (where, by), why in session.inexact.items()
             ),
         )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from zcompile.errors import quoted
 from zcompile.ir.units import show_size
 
 
@@ -140,6 +141,6 @@ class SlicedRegion:
     def describe(self) -> str:
         """The slices and what they save, in one sentence."""
         return (
-            f"{self.name} runs over {self.slices} slices of its {self.tokens} {self.unit}: "
+            f"{quoted(self.name)} runs over {self.slices} slices of its {self.tokens} {self.unit}: "
             f"{show_size(self.inside_bytes)} of values inside become {show_size(self.sliced_bytes)}"
         )

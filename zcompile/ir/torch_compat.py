@@ -393,6 +393,25 @@ def mutated_positions(graph: fx.Graph) -> frozenset[int]:
     return frozenset(desc.idx for desc in descs if isinstance(desc, PlainAOTInput))
 
 
+def region_called(node: fx.Node) -> tuple[str, tuple[Any, ...]] | None:
+    """Where the module has the graph of a `torch.compiler.nested_compile_region` that Dynamo wrote
+    a call of, and what it is called with; None for any other node."""
+    if node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    graph, _, *operands = node.args
+    assert isinstance(graph, fx.Node)
+    return str(graph.target), tuple(operands)
+
+
+def stays_one_op(target: object) -> bool:
+    """Whether AOTAutograd writes a call of a higher-order op into its graph, as of `torch.cond`: it
+    traces into others, as that of a checkpoint."""
+    return (
+        isinstance(target, torch._ops.HigherOrderOperator)
+        and DispatchKey.Functionalize in target.py_kernels
+    )
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers, or may give other bits when it is called again.
 
@@ -753,6 +772,12 @@ torch.serialization.register_package(
     lambda storage: "cpu" if isinstance(storage, LateStorage) else None,
     lambda storage, location: None,
 )
+
+
+def is_within_transform(tensor: Tensor) -> bool:
+    """Whether a tensor is the wrapper that a function under `torch.func` sees, as that of `vmap` or
+    `grad`: it stands for another tensor, and has no storage."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def memory_of(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ from zcompile.passes.tile_matmuls import gathered_values
 from zcompile.passes.tile_matmuls.sizes import GatheredValue, alive, cut_candidates, peak
 from zcompile.passes.tile_tokens import why_not_sliced, write_slices
 from zcompile.passes.tile_tokens.regions import Region, regions_of, slice_candidates
-from zcompile.passes.trial import BudgetSearch, Trial, between
+from zcompile.passes.trial import SPARE, BudgetSearch, Trial, between, least_between
 
 UPPER_BOUND_FACTOR = 1.125
 """Bytes counted before the other passes, times this, are at least as many as counted after them."""
@@ -108,22 +108,20 @@ class ChooseTiles(Pass):
         if upper_bound <= budget and not coarsest:
             return replace(plan, cuts=coarsest)
         whole = _CutSearch(graph, plan, self.tile_bytes, self.trial, self.narrows)
+        slices = _AnySlices(whole, regions, _BatchSearch(whole, batch), upper_bound)
         if self.slices and upper_bound > budget:
-            least = budget // SMALL
-            regions = [r for r in regions if r.demand.sliced > least]
-            why = why_not_sliced(graph, regions, least)
-            if regions or why:
-                plan = _SliceSearch(whole, regions, why).planned(budget, upper_bound)
+            plan = slices.of_tokens(budget)
             if plan.cuts is None and not whole.fits(budget, upper_bound):
-                plan = _BatchSearch(whole, batch).planned(plan, budget)
+                plan = slices.batch.planned(plan, budget)
         if plan.cuts is None:
             try:
                 plan = replace(plan, cuts=whole.search().best(budget, upper_bound))
             except BudgetExceeded as error:
+                refused = slices.offered(error) if self.slices else error
                 for note in plan.notes:
                     if note.by == self.name:
-                        error.add_note(note.text)
-                raise
+                        refused.add_note(note.text)
+                raise refused from None
         return plan if plan.slices or plan.batch else whole.with_activations(plan)
 
     def _refuse_hopeless(
@@ -316,11 +314,68 @@ class _SliceSearch:
 
 
 @dataclass
+class _AnySlices:
+    """Tries out slices of tokens, and of the batch where those are not enough.
+
+    regions      of tokens
+    upper_bound  a budget that should hold everything, whole
+    """
+
+    whole: _CutSearch
+    regions: Sequence[Region]
+    batch: "_BatchSearch"
+    upper_bound: int
+
+    def of_tokens(self, budget: int) -> GraphPlan:
+        """The plan with slices of tokens that fit, and cuts beside them; where nothing fits, both
+        are left open."""
+        least = budget // SMALL
+        regions = [r for r in self.regions if r.demand.sliced > least]
+        why = why_not_sliced(self.whole.graph, regions, least)
+        if not regions and not why:
+            return self.whole.plan
+        return _SliceSearch(self.whole, regions, why).planned(budget, self.upper_bound)
+
+    def fit(self, budget: int) -> bool:
+        """Whether some slices make it fit."""
+        plan = self.of_tokens(budget)
+        if plan.cuts is None:
+            plan = self.batch.planned(plan, budget)
+        return plan.cuts is not None
+
+    def offered(self, refused: BudgetExceeded) -> BudgetExceeded:
+        """The refusal of a graph that stays whole, with a budget that does in slices, if that is
+        less."""
+        low, enough = refused.budget_bytes, refused.needed_bytes
+        # A first guess: what the slices need that were tried within the budget.
+        guess = (self.batch.needed or enough) * (SPARE + 1) // SPARE
+        found = enough
+        if low < guess < enough:
+            low, found = (low, guess) if self.fit(guess) else (guess, enough)
+        found = least_between(low, found, self.fit)
+        if found == enough:
+            return refused
+        return BudgetExceeded(
+            refused.tier,
+            refused.budget_bytes,
+            enough,
+            f"{refused.where} where nothing runs in slices",
+            refused.alive,
+            f"{more_device_memory(found)}, with which it runs in slices, whose sums round, or a "
+            "smaller batch",
+        )
+
+
+@dataclass
 class _BatchSearch:
-    """Tries out slices of the batch of a graph, with cuts of its weights."""
+    """Tries out slices of the batch of a graph, with cuts of its weights.
+
+    needed  least bytes that slices need which were tried last and did not fit
+    """
 
     whole: _CutSearch
     batch: _LateBatch
+    needed: int | None = None
 
     def planned(self, plan: GraphPlan, budget: int) -> GraphPlan:
         """The plan with the fewest slices that fit, and the cuts beside them; where nothing fits,
@@ -338,6 +393,7 @@ class _BatchSearch:
             if least is not None and needed and min(needed) >= least:
                 break  # more slices do not help
             least = min(needed, default=least)
+        self.needed = least
         texts = self.batch.why(budget // SMALL)
         if least is not None:
             text = f"slices of the batch do not make it fit {show_size(budget)}"

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from zcompile.errors import quoted
 from zcompile.ir.graph import module_of
 from zcompile.ir.memory_curve import SlicedRegion
 from zcompile.ir.plan import BatchSlices, GraphPlan, Note, Rounding
@@ -79,10 +80,10 @@ def why_no_batch(graph: fx.Graph, found: BatchGraph | None, least: int) -> list[
     for node in found.batch.refused:
         made = [n for n in (node, *node.users) if is_value(n)]
         nbytes = max((storage_bytes(n) for n in made if found.values.root(n) is n), default=0)
-        name = module_of(node) or node.name
+        name = module_of(node) or f"%{node.name}"
         if nbytes > least and name not in told:
             told[name] = (
-                f"{show_size(nbytes)} of {name} are not cut into slices of the batch: "
+                f"{show_size(nbytes)} of {quoted(name)} are not cut into slices of the batch: "
                 f"{_why_whole(node)}"
             )
     return list(told.values())

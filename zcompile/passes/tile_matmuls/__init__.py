@@ -124,7 +124,7 @@ def _cut(graph: fx.Graph, plan: GraphPlan, weight: Weight, most: int) -> Iterato
         node = reader.use.node
         unread += [*node.users, node]
         if not _rewritten(graph, reader, most, known):
-            yield f"{weight.name} is gathered whole for %{node.name}: tiles of it lie otherwise"
+            yield f"{weight.name!r} is gathered whole for %{node.name}: tiles of it lie otherwise"
     if len(sizes) > 1 and plan.params[NodeName(weight.handle.name)].sink:
         tiles = Tiles(weight.handle, sizes, weight.name.replace(".", "_"))
         yield from _gradient(graph, weight, tiles, known, unread)
@@ -219,10 +219,10 @@ def _gradient(
         if not isinstance(grad, fx.Node) or grad.target in ops.SINKS:
             continue
         if phase_of(grad) is not Phase.BACKWARD or grad.op == "placeholder":
-            yield f"the gradient of {weight.name} leaves whole: backward does not compute it"
+            yield f"the gradient of {weight.name!r} leaves whole: backward does not compute it"
             continue
         results[position], whole = send_in_tiles(graph, grad, tiles, known)
         output.args = (tuple(results),)
         unread.append(grad)
         if whole:
-            yield f"the gradient of {weight.name} is made whole before it leaves in tiles"
+            yield f"the gradient of {weight.name!r} is made whole before it leaves in tiles"

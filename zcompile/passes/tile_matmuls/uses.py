@@ -376,7 +376,7 @@ def weights_of(graph: fx.Graph, plan: GraphPlan) -> Iterator[Weight]:
         whole = "" if all(_is_row_major(g, spec) for g in made) else "it is not row-major"
         if others and not whole:
             whole = f"%{others[0][0].name} cannot be computed over tiles of it"
-        why = f"{spec.name} is gathered whole: {whole}" if whole else ""
+        why = f"{str(spec.name)!r} is gathered whole: {whole}" if whole else ""
         nbytes = max(layout_of_fetch(g).nbytes for g in made)
         yield Weight(handle, str(spec.name), rows, nbytes, tuple(readers), tuple(others), why)
 

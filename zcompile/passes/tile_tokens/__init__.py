@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from zcompile.errors import quoted
 from zcompile.ir.graph import aliases_of, module_of, phase_of
 from zcompile.ir.memory_curve import SlicedRegion
 from zcompile.ir.plan import GraphPlan, Note, Rounding
@@ -36,9 +37,11 @@ def why_not_sliced(graph: fx.Graph, regions: Sequence[Region], least: int) -> li
         nbytes = storage_bytes(node)
         if nbytes <= least or node in inside or phase_of(node) is not Phase.FORWARD:
             continue
-        name = module_of(node) or node.name
+        name = module_of(node) or f"%{node.name}"
         if name not in found and (why := _reason(values, numbers, node)):
-            found[name] = f"{show_size(nbytes)} of {name} are not cut into slices of tokens: {why}"
+            found[name] = (
+                f"{show_size(nbytes)} of {quoted(name)} are not cut into slices of tokens: {why}"
+            )
     return list(found.values())
 
 

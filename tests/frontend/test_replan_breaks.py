@@ -19,6 +19,7 @@ from planned_runs import (
     ids,
     made_on,
     offloaded,
+    review_no_plan,
     same,
     train,
     weight_bytes,
@@ -207,7 +208,7 @@ def crowded(monkeypatch, fill) -> list[StepPlan]:
     Without clipping, which reads some gradients again: that is no part of a step's schedules.
     No plan is reviewed: another would be put into force in the midst of what is measured.
     """
-    monkeypatch.setattr(replan, "REVIEW", 1000)
+    review_no_plan(monkeypatch)
     apply, made = replan.StepController.apply, []
 
     def beside(planner, plan):

@@ -9,6 +9,7 @@ from small_models import GPT
 from torch import Tensor, nn
 
 import zcompile
+from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import Bytes, KiB
 from zcompile.planner import late_step, step_plan
@@ -110,6 +111,12 @@ def made_on(device: str) -> Iterator[None]:
 
 def homes(model: nn.Module) -> set[str]:
     return {p.entry.home for p in model.parameters()}
+
+
+def review_no_plan(monkeypatch) -> None:
+    """Keep the plan of a run in force: whether a review finds a better one depends on what was
+    measured, and so on how busy the machine is."""
+    monkeypatch.setattr(replan, "REVIEW", 1000)
 
 
 def let_all_be_late(monkeypatch) -> None:

@@ -5,12 +5,11 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from planned_runs import STEPS, begun, gpt, held_bytes, ids, offloaded, train
+from planned_runs import STEPS, begun, gpt, held_bytes, ids, offloaded, review_no_plan, train
 from sampled import sampled, sampled_rows
 from torch import optim
 
 import zcompile
-from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import ALIGNMENT
 from zcompile.ir.units import Bytes, KiB
@@ -52,7 +51,7 @@ def test_what_finds_no_berth_is_not_predicted_to_rest_on_the_device(window, monk
     """The arena of this run ends between two multiples of what berths are aligned to; which window
     is chosen depends on what was measured, so this plans for one after the other, and reviews
     none of them."""
-    monkeypatch.setattr(replan, "REVIEW", 1000)
+    review_no_plan(monkeypatch)
     model, compiled, optimizer = begun(
         2, 2, layers=2, device_memory=Bytes(70 * KiB), activations="recompute"
     )

@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from planned_runs import WEIGHT_BYTES, adamw, gpt, loss_of, made_on, same, values
+from planned_runs import (
+    WEIGHT_BYTES,
+    adamw,
+    gpt,
+    loss_of,
+    made_on,
+    review_no_plan,
+    same,
+    values,
+)
 from sampled import sampled
 from staying_runs import (
     STEPS,
@@ -27,6 +36,12 @@ from zcompile.machine.model import Compute, Link, Machine
 from zcompile.memory.step_footprint import held_in_steps
 from zcompile.planner import step_plan
 from zcompile.planner.step_plan import stay_and_scratch
+
+
+@pytest.fixture(autouse=True)
+def one_plan(monkeypatch):
+    """Each run keeps the plan that it made first."""
+    review_no_plan(monkeypatch)
 
 
 @pytest.mark.parametrize("share", sampled([8, 1, 0.5], 1))

@@ -4,7 +4,16 @@ import copy
 
 import pytest
 import torch
-from planned_runs import LITTLE_HOST, WEIGHT_BYTES, adamw, gpt, loss_of, same, values
+from planned_runs import (
+    LITTLE_HOST,
+    WEIGHT_BYTES,
+    adamw,
+    gpt,
+    loss_of,
+    review_no_plan,
+    same,
+    values,
+)
 from sampled import sampled
 from staying_runs import (
     STEPS,
@@ -22,6 +31,12 @@ from zcompile.errors import BudgetExceeded
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import HELD
 from zcompile.runtime.tiers.device import HeldTier
+
+
+@pytest.fixture(autouse=True)
+def one_plan(monkeypatch):
+    """Each run keeps the plan that it made first."""
+    review_no_plan(monkeypatch)
 
 
 def loop_of(model, forward, optimizer, begin=4):

@@ -23,7 +23,13 @@ from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.late_step import with_late_step
 from zcompile.planner.placement import Room
 from zcompile.planner.simulator import step_seconds
-from zcompile.planner.step_plan import StepPlan, as_planned, plan_late_or_not, plan_step
+from zcompile.planner.step_plan import (
+    LEAST_WINDOW,
+    StepPlan,
+    as_planned,
+    plan_late_or_not,
+    plan_step,
+)
 from zcompile.verify.schedule import verify_schedule
 
 BF16 = torch.bfloat16
@@ -278,6 +284,25 @@ def test_no_arrangement_with_late_updates_is_tried_twice(fast, monkeypatch):
     _, best = planned(traced(), costs, room(4 * MiB), plain=plain)
     assert best.late
     assert len(set(late)) == len(late) > 1
+
+
+def test_no_window_is_tried_in_which_a_forward_is_mostly_chunks(monkeypatch):
+    """Where weights rest on the device, all that a forward needs is room for the least chunks."""
+    costs = Costs(machine(1e9), TransferModes(asynchronous=True))
+    make, windows = step_plan._planned, []
+
+    def noted(step, placement, arena, *how):
+        if any(call.schedule.updates_late for call in step.calls):
+            windows.append(arena.window_bytes)
+        return make(step, placement, arena, *how)
+
+    monkeypatch.setattr(step_plan, "_planned", noted)
+    device = 5 * MiB
+    plain, _ = planned(traced(), costs, room(device))
+    late = with_late_step(traced(), CHUNK).step
+    assert step_plan._needed(late, plain.placement.homes, 1) < LEAST_WINDOW
+    assert windows
+    assert min(windows) >= LEAST_WINDOW < device // 8
 
 
 def test_where_nothing_moves_nothing_is_late():

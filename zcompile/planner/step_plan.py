@@ -293,8 +293,7 @@ def plan_late_or_not(
         # Gradients that stay are counted until the first call of a step only.
         kept |= {ref.gradient for ref in all_late.forwards}
     tried = [plan]
-    windows = _windows_beside(all_late.step, plan, room.nbytes["device"])
-    windows = [window for window in windows if window >= least_window]
+    windows = _windows_beside(all_late.step, plan, room.nbytes["device"], least_window)
     with suppress(BudgetExceeded):
         if windows:
             tried.append(planned(all_late.step, kept, windows))
@@ -354,7 +353,7 @@ def plan_on_host_or_not(
     # Other entries rest on the device than in `plan`: perhaps none that a forward reads.
     whole, nothing = room.nbytes["device"], dict[EntryRef, str]()
     beside = {min(_needed(step, nothing, lead), whole) for lead in LATE_LEADS}
-    windows = sorted({*_windows_beside(step, plan, whole), *beside})
+    windows = sorted({*_windows_beside(step, plan, whole, least_window), *beside})
     windows = [window for window in windows if window >= least_window]
     if not windows:
         return plan
@@ -381,7 +380,7 @@ def _committed_beside(plan: StepPlan, step: StepTrace) -> int:
     return sum(fact.nbytes for fact in facts if homes.get(fact.ref, fact.home) != "disk")
 
 
-def _windows_beside(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
+def _windows_beside(step: StepTrace, plan: StepPlan, whole: int, least_window: int) -> list[int]:
     """Windows to try for a step whose updates are computed elsewhere than in `plan`."""
     homes = plan.placement.homes
     found = {_needed(step, homes, lead) for lead in LATE_LEADS}
@@ -389,7 +388,18 @@ def _windows_beside(step: StepTrace, plan: StepPlan, whole: int) -> list[int]:
     found |= {window, whole // LATE_PART}
     if (left - window) * MUCH_WIDER > window:
         found.add(left)
-    return sorted({min(window, whole) for window in found})
+    least = _least_window(step, whole, least_window)
+    return sorted({min(max(window, least), whole) for window in found})
+
+
+def _least_window(step: StepTrace, whole: int, least_window: int) -> int:
+    """The least window to try of an arena of `whole` bytes, of which `least_window` must be left.
+
+    With less, chunks of an optimizer's step are small and many, in the forward too, which needs
+    room for the least of them alone where its weights rest on the device.
+    """
+    free = max(0, whole - _pinned_bytes(step))
+    return max(least_window, free // PARTS[0], min(free // 8, LEAST_WINDOW))
 
 
 WIDER, MUCH_WIDER = 16, 2
@@ -698,7 +708,7 @@ def _windows(
         yield 0, everything
     pinned = _pinned_bytes(step)
     free = max(0, whole - pinned)
-    least = max(arena.window_bytes, free // PARTS[0], min(free // 8, LEAST_WINDOW))
+    least = _least_window(step, whole, arena.window_bytes)
     tried: list[int] = []
 
     def new(window: int) -> bool:

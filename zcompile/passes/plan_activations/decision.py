@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.graph import copy_graph
+from zcompile.ir.copies import copy_graph
 from zcompile.ir.memory_curve import Activation, ActivationCost, MemoryCurve
 from zcompile.ir.plan import GraphPlan, Note
 from zcompile.ir.saved_values import SavedValues

@@ -9,6 +9,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from zcompile.ir.copies import copy_graph
 from zcompile.ir.rewrite import traced
 
 aten = torch.ops.aten
@@ -109,3 +110,20 @@ def test_what_is_known_goes_with_its_graph():
     del graph
     gc.collect()
     assert value() is None
+
+
+def test_a_graph_and_its_copies_know_the_same():
+    graph = fx.Graph()
+    graph.output(graph.placeholder("x"))
+    before = traced(graph, aten.mm.default, (x[:2], wide), {})
+    copy = copy_graph(graph)[0]
+    again = copy_graph(copy)[0]
+    assert traced(again, aten.mm.default, (x[2:], wide), {}) is before
+    after = traced(again, aten.mm.default, (x, wide), {})
+    del again
+    gc.collect()
+    assert traced(graph, aten.mm.default, (x, wide), {}) is after, "which a copy found that is gone"
+    found = weakref.ref(after)
+    del graph, copy, after
+    gc.collect()
+    assert found() is None

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from activation_chains import chain
 
+from zcompile.passes.plan_activations import solve
 from zcompile.passes.plan_activations.problem import KEEP, RECOMPUTE, OffloadTier
 from zcompile.passes.plan_activations.solve import STREAMED_S, StreamingLoad, seconds, split
 
@@ -55,3 +56,21 @@ def test_what_comes_and_what_leaves_share_a_link_only_where_it_is_one():
     assert apart.slack_s(0) == (1.5, 3.0)
     assert apart.slack_s(10_000) == (4.0, 4.0)  # nothing streams
     assert replace(apart, apart=False).slack_s(0) == (-1.5, 3.0)
+
+
+@pytest.mark.parametrize("budget", [5, 30])
+def test_what_was_searched_quickly_is_not_searched_again(monkeypatch, budget):
+    """Nothing fits the smaller budget, so that all searches are made."""
+    begun = []
+
+    class Noted(solve.Search):
+        def __init__(self, problem, ways, begin, *, actions=None, **how):
+            begun.append((problem, tuple(ways), tuple(actions or begin), tuple(how.items())))
+            super().__init__(problem, ways, begin, actions=actions, **how)
+
+    monkeypatch.setattr(solve, "Search", Noted)
+    made = split(chain(*[10] * 8, budget=budget, **UNSEEN), streams(0), (RECOMPUTE, "host"))
+    assert made.fits is (budget > 5)
+    plain = [repr(search) for search in begun if "stays" not in dict(search[3])]
+    assert len(plain) > 4
+    assert len(plain) == len(set(plain))

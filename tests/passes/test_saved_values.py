@@ -16,7 +16,7 @@ from zcompile.ir.saved_values import SavedValues, storage_bytes
 from zcompile.ir.types import Phase
 from zcompile.ir.work import work_of
 from zcompile.passes.pipeline import pipeline
-from zcompile.passes.plan_activations.graph import ActivationBudget, read_problem
+from zcompile.passes.plan_activations.graph import ActivationBudget, ProblemReader
 
 PASSES = pipeline(zcompile.Config(device="cpu"))
 
@@ -84,9 +84,10 @@ def test_the_work_of_a_graph_is_counted_once_for_all_machines(monkeypatch):
 
     monkeypatch.setattr(saved_values, "work_of", noted)
     joint = captured("mlp")
-    values, fast = SavedValues(joint.graph), replace(SMALL.compute, memory_bytes_per_s=1e15)
+    fast = replace(SMALL.compute, memory_bytes_per_s=1e15)
+    reader = ProblemReader(SavedValues(joint.graph), joint.plan)
     slow, quick = (
-        read_problem(values, joint.plan, ActivationBudget(replace(SMALL, compute=compute), {}))
+        reader.read(ActivationBudget(replace(SMALL, compute=compute), {}))
         for compute in (SMALL.compute, fast)
     )
     assert len(counted) == len(set(counted)) > 0

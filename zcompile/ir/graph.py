@@ -6,6 +6,7 @@ A node is asked what it is by its target, never by its name. Aliasing is read fr
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import torch
 from torch import fx
@@ -163,17 +164,23 @@ def bases_of(node: fx.Node) -> tuple[fx.Node, ...]:
         return (base,) if isinstance(base, fx.Node) else ()
     if not isinstance(node.target, Dispatched):
         return ()
-    schema = node.target._schema
-    if not any(r.alias_info is not None for r in schema.returns):
-        return ()
     bases: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is None:
-            continue
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+    for position, name in _viewed_arguments(node.target):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         values = value if isinstance(value, list | tuple) else (value,)
         bases.extend(v for v in values if isinstance(v, fx.Node))
     return tuple(bases)
+
+
+@cache
+def _viewed_arguments(op: Dispatched) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument whose storage the results of an op share; none where all
+    are fresh. Kept, since torch makes the parts of a schema anew for each look at them."""
+    schema = op._schema
+    if not any(r.alias_info is not None for r in schema.returns):
+        return ()
+    named = enumerate(schema.arguments)
+    return tuple((at, given.name) for at, given in named if given.alias_info is not None)
 
 
 def writes(node: fx.Node) -> bool:
@@ -289,17 +296,6 @@ def sink(view: fx.Node) -> None:
     readers = [user for user in view.users if user.op != "output"]
     if readers:
         min(readers).prepend(view)
-
-
-def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of the graph with the metadata of its nodes, to try something out on; old node -> new
-    one."""
-    copy, mapping = fx.Graph(), dict[fx.Node, fx.Node]()
-    results = copy.graph_copy(graph, mapping, return_output_node=True)
-    assert isinstance(results, tuple), "a graph ends with its results"
-    values, old = results
-    copy.output(values).meta = dict(old.meta)
-    return copy, mapping
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -62,10 +62,10 @@ _PLAIN = (
 )
 """Types of arguments that mean the same to an op if they are equal."""
 _KNOWN: WeakKeyDictionary[fx.Graph, dict[Hashable, object]] = WeakKeyDictionary()
-"""Graph -> values of traced calls."""
+"""Graph -> values of traced calls, the same of a graph and its copies."""
 _RECORDED: WeakKeyDictionary[fx.Graph, dict[Hashable, "_Recording"]] = WeakKeyDictionary()
-"""Graph -> recordings of functions that were spliced; no other name of this file than these two
-changes after import."""
+"""Graph -> recordings of functions that were spliced, the same of a graph and its copies; no other
+name of this file than these two changes after import."""
 
 
 class _Unlike(Exception):
@@ -89,6 +89,13 @@ def traced(graph: fx.Graph, op: Any, args: Sequence[Any], kwargs: Mapping[str, A
     if key not in known:
         known[key] = op(*args, **kwargs)
     return known[key]
+
+
+def share_traced(graph: fx.Graph, copy: fx.Graph) -> None:
+    """Let a graph and its copy know the same values and recordings, from now on too: their nodes
+    have the same values, and what is worked out of those names no node."""
+    _KNOWN[copy] = _KNOWN.setdefault(graph, {})
+    _RECORDED[copy] = _RECORDED.setdefault(graph, {})
 
 
 def _key(x: object, shares: bool) -> Hashable:

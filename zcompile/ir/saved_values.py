@@ -119,7 +119,7 @@ class SavedValues:
         """Whether a storage can be offloaded: a plain tensor of a known size that nobody else
         holds."""
         value = root.meta["val"]
-        if not isinstance(value, torch.Tensor) or root in self.returned | self.mutated:
+        if not isinstance(value, torch.Tensor) or root in self.returned or root in self.mutated:
             return False
         fixed = all(isinstance(n, int) for n in (*value.size(), *value.stride()))
         return fixed and value.layout is torch.strided and storage_bytes(root) > 0

@@ -10,7 +10,8 @@ from typing import ClassVar
 from torch import fx
 
 from zcompile.errors import BudgetExceeded, more_device_memory
-from zcompile.ir.graph import copy_graph, output_of
+from zcompile.ir.copies import copy_graph
+from zcompile.ir.graph import output_of
 from zcompile.ir.plan import BatchSlices, GraphPlan, Note
 from zcompile.ir.torch_compat import gradient_of
 from zcompile.ir.types import Layout, NodeName

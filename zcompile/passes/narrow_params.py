@@ -13,7 +13,8 @@ import torch
 from torch import fx
 
 from zcompile.ir import ops
-from zcompile.ir.graph import CASTS, copy_graph, find, output_of, readers_of, region_of
+from zcompile.ir.copies import copy_graph
+from zcompile.ir.graph import CASTS, find, output_of, readers_of, region_of
 from zcompile.ir.partition import range_of_fetch
 from zcompile.ir.plan import GraphPlan, Note, layout_of_fetch
 from zcompile.ir.schedule import Cast, CopyRead, EntryIndex, ReadValue, RegionProgram, Run

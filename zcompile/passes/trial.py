@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from torch import fx
 
 from zcompile.errors import BudgetExceeded, more_device_memory
-from zcompile.ir.graph import copy_graph
+from zcompile.ir.copies import copy_graph
 from zcompile.ir.plan import GraphPlan
 from zcompile.memory.footprint import Footprint, footprint
 from zcompile.memory.window import smallest_window

@@ -7,21 +7,21 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.graph import copy_graph
+from zcompile.ir.copies import copy_graph
 from zcompile.ir.memory_curve import Activation, ActivationCost, MemoryCurve
 from zcompile.ir.plan import GraphPlan, Note
 from zcompile.ir.saved_values import SavedValues
 from zcompile.ir.types import CheckpointPolicy, NodeName
 from zcompile.machine.model import Compute, Machine
 from zcompile.passes.base import Fact, Pass
-from zcompile.passes.plan_activations.graph import ActivationBudget, GraphProblem, read_problem
+from zcompile.passes.plan_activations.graph import ActivationBudget, GraphProblem, ProblemReader
 from zcompile.passes.plan_activations.problem import KEEP, MOVED, RECOMPUTE, Problem, Value, answer
 from zcompile.passes.plan_activations.rewrite import (
     Borders,
     name_of,
     sink_views,
 )
-from zcompile.passes.plan_activations.solve import Choice, choose, split
+from zcompile.passes.plan_activations.solve import Choice, as_wished, split
 from zcompile.passes.trial import Trial
 
 ACTIONS = {
@@ -90,15 +90,16 @@ class ChooseActivations(Pass):
         return plan
 
     def _decided(self, values: SavedValues, plan: GraphPlan, budget: int) -> GraphPlan:
-        found = read_problem(values, plan, NOMINAL_BUDGET)
+        reader = ProblemReader(values, plan)
+        found = reader.read(NOMINAL_BUDGET)
         choice = self._as_wished(values, plan, found, budget)
         if choice is None:
             assert self.around is not None
-            found = read_problem(values, plan, self.around())
+            found = reader.read(self.around())
             choice = self._chosen(values, plan, found, budget)
         elif _given_up(choice):  # as the user wished: what that costs depends on the machine
             assert self.around is not None
-            found = read_problem(values, plan, self.around())
+            found = reader.read(self.around())
             choice = replace(choice, answer=answer(found.problem, choice.actions))
         least_s = choice.least_seconds if choice.fits else None
         cost = ActivationCost(choice.answer.again_s, choice.answer.exposed_s, least_s)
@@ -112,7 +113,7 @@ class ChooseActivations(Pass):
         None, if there is no room for that and for twice the slots that are needed at once.
         """
         problem = replace(found.problem, budget=budget)
-        choice = choose(replace(problem, window=0), ())
+        choice = as_wished(replace(problem, window=0))
         if any(v.wish in MOVED for v in problem.values):
             return None  # where to is not known yet
         estimate = max(choice.answer.held) + 2 * max(choice.answer.slots)

@@ -9,12 +9,13 @@ what those ops read, from the last op to the first. Both give the same numbers, 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zcompile.passes.plan_activations.problem import (
+    BUSY,
     KEEP,
     RECOMPUTE,
     Problem,
@@ -37,6 +38,7 @@ class Curves:
     moved       tier -> bytes, in the order of the first value that is moved to each
     over        as `Answer.over`, once somebody has asked
     again_s     seconds of compute that is done again, once somebody has asked
+    offload_s   as `Evaluation.offload_seconds`, of what somebody has asked
     """
 
     held: Curve
@@ -45,6 +47,7 @@ class Curves:
     moved: Mapping[str, int]
     over: int | None = None
     again_s: float | None = None
+    offload_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
 
 class Evaluation:
@@ -64,20 +67,12 @@ class Evaluation:
         ]
         self.repeats: dict[int, int] = {}
         self.moved: dict[str, int] = {}
-        self._readers: list[list[int]] = [[] for _ in problem.values]
-        """Per value: the ops that read it."""
-        for number, op in enumerate(problem.makers):
-            for read in op.reads:
-                self._readers[read].append(number)
-        self._users: list[list[int]] = [[] for _ in problem.weights]
-        """Per weight: the ops that read it."""
-        for number, op in enumerate(problem.makers):
-            for weight in op.weights:
-                self._users[weight].append(number)
         times = len(problem.other)
         self._held: Curve = np.zeros(times + 1, np.int64)
         self._slots: Curve = np.zeros(times + 1, np.int64)
         """Bytes that begin to be held at a time, less those that end to be."""
+        self._most_slots: int | None = None
+        """The most bytes that slots take; None: to be found anew."""
         self._other: Curve = np.array(problem.other, np.int64)
         self._passing: Curve = np.zeros(times, np.int64)
         """Bytes that ops which run again at a time hold while they do, beside."""
@@ -162,7 +157,7 @@ class Evaluation:
 
     def _wanted_of(self, number: int) -> Wanted:
         readers = self.problem.values[number].readers
-        times = [self.repeats[op] for op in self._readers[number] if op in self.repeats]
+        times = [self.repeats[op] for op in self.problem.ops_reading[number] if op in self.repeats]
         if readers:
             times += (readers[0], readers[-1])
         return (min(times), max(times)) if times else None
@@ -184,7 +179,7 @@ class Evaluation:
             if not is_passing(value, want):
                 _add(self._held, *want, nbytes)
         else:
-            _add(self._slots, *want, nbytes)
+            self._add_slot(*want, nbytes)
             left = self.moved.get(action, 0) + nbytes
             if sign > 0:
                 insort(self._away, number)
@@ -196,21 +191,28 @@ class Evaluation:
 
     def _put_weight(self, number: int, sign: int) -> None:
         weight = self.problem.weights[number]
-        late = [self.repeats[op] for op in self._users[number] if op in self.repeats]
+        late = [
+            self.repeats[op] for op in self.problem.ops_reading_weight[number] if op in self.repeats
+        ]
         late += weight.backward
         for read in (weight.forward, late):
             if read:
-                _add(self._slots, min(read), max(read), sign * weight.nbytes)
+                self._add_slot(min(read), max(read), sign * weight.nbytes)
+
+    def _add_slot(self, first: int, last: int, nbytes: int) -> None:
+        _add(self._slots, first, last, nbytes)
+        self._most_slots = None
 
     def curves(self) -> Curves:
         """The curves of bytes, and their highest points; kept until something changes."""
         if self._curves is None:
             held = np.cumsum(self._held[:-1]) + self._other + self._beside()
-            most_slots = int(self.slots.max(initial=0))
+            if self._most_slots is None:
+                self._most_slots = int(self.slots.max(initial=0))
             order = dict.fromkeys(self.actions[number] for number in self._away)
             moved = {tier: self.moved[tier] for tier in order}
             most_held = int(held.max(initial=0))
-            self._curves = Curves(held, most_held, most_slots, moved)
+            self._curves = Curves(held, most_held, self._most_slots, moved)
         return self._curves
 
     def _beside(self) -> Curve:
@@ -255,6 +257,30 @@ class Evaluation:
         if curves.again_s is None:
             curves.again_s = sum((makers[-number].seconds for number in self._repeated), 0.0)
         return curves.again_s
+
+    def offload_seconds(self, tier: str, nbytes: int) -> float:
+        """Seconds that offloading so many bytes more to a tier adds."""
+        known = self.curves().offload_s
+        if (tier, nbytes) not in known:
+            known[tier, nbytes] = self._offload_seconds(tier, nbytes)
+        return known[tier, nbytes]
+
+    def _offload_seconds(self, tier: str, nbytes: int) -> float:
+        tiers, before = self.problem.tiers, self.curves().moved
+        moved = dict(before)
+        moved[tier] = moved.get(tier, 0) + nbytes
+        added = 0.0
+        for rate, slack in (
+            ("leave_s", self.problem.slack_s[0]),
+            ("back_s", self.problem.slack_s[1] + self.again_s),
+        ):
+            now, then = (
+                sum(n * float(getattr(tiers[tier], rate)) for tier, n in each.items())
+                for each in (before, moved)
+            )
+            slack = max(0.0, slack)
+            added += max(0.0, then - slack) - max(0.0, now - slack) + BUSY * (then - now)
+        return added + 2 * tiers[tier].start_s
 
     @property
     def seconds(self) -> float:

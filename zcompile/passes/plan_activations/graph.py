@@ -10,9 +10,9 @@ from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, views_and_
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
 from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
-from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, ParamSpec, Phase, aligned
+from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, ParamSpec, Phase, Work, aligned
 from zcompile.machine.cost import predicted_seconds
-from zcompile.machine.model import Machine
+from zcompile.machine.model import Compute, Machine
 from zcompile.passes.plan_activations.problem import Maker, OffloadTier, Problem, Value, Weight
 from zcompile.passes.plan_activations.rewrite import Borders
 from zcompile.passes.plan_activations.solve import UPDATED, StreamingLoad
@@ -51,55 +51,64 @@ class GraphProblem:
     clock: tuple[float, ...]
 
 
-def read_problem(values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> GraphProblem:
-    """The problem of a joint graph before its parameters are gathered."""
-    return _ProblemReader(values, plan, around).read()
+class ProblemReader:
+    """Reads the problem of a joint graph before its parameters are gathered: once what the graph
+    says, and for each machine what that takes there."""
 
-
-class _ProblemReader:
-    def __init__(self, values: SavedValues, plan: GraphPlan, around: ActivationBudget) -> None:
-        self.values, self.plan, self.around = values, plan, around
+    def __init__(self, values: SavedValues, plan: GraphPlan) -> None:
+        self.values, self.plan = values, plan
         self.nodes: tuple[fx.Node, ...] = tuple(values.graph.nodes)
         self.where = {node: at for at, node in enumerate(self.nodes)}
         backward = (at for at, node in enumerate(self.nodes) if values.is_backward(node))
         self.boundary = next(backward, len(self.nodes) - 1)
         self.gathers, self.gather_of = _gathers(values.graph)
+        self.gathered: list[list[fx.Node]] = [[] for _ in self.gathers]
+        """Of each group of gathers: what they bring, its views and casts."""
+        for member, group in self.gather_of.items():
+            self.gathered[group].append(member)
         self.roots: list[fx.Node] = []
         self.index: dict[fx.Node, int] = {}
         self.borders = Borders(values.graph)
-
-    def read(self) -> GraphProblem:
-        made: list[Value] = []
-        makers: list[Maker] = []
         # Storages of forward, with the ops that make them.
+        self.made: list[Value] = []
+        self.makers: list[tuple[Work, Maker]] = []
         for node in self.nodes[: self.boundary]:
             if self._makes(node):
-                maker, results = self._maker(node, len(makers), len(made))
-                makers.append(maker)
-                made += results
-        weights = tuple(self._weight(gathers) for gathers in self.gathers)
-        weights_s, weight_bytes = self._traffic()
+                maker, results = self._maker(node, len(self.makers), len(self.made))
+                self.makers.append((values.work(node), maker))
+                self.made += results
+        self.weights = tuple(self._weight(gathers) for gathers in self.gathers)
+        self.other = self._other()
+
+    def read(self, around: ActivationBudget) -> GraphProblem:
+        """The problem on one machine."""
+        machine = around.machine
+        makers = tuple(
+            replace(maker, seconds=predicted_seconds(work, machine.compute))
+            for work, maker in self.makers
+        )
         problem = Problem(
-            tuple(made),
-            tuple(makers),
-            weights,
-            self._other(),
+            tuple(self.made),
+            makers,
+            self.weights,
+            self.other,
             self.boundary,
-            {tier: self._away(tier, room) for tier, room in self.around.rooms.items()},
+            {tier: _away(machine, tier, room) for tier, room in around.rooms.items()},
             (0.0, 0.0),
             0,
         )
         # Seconds of compute, and what links could carry meanwhile.
-        clock = tuple(self._clock())
+        clock = tuple(self._clock(machine.compute))
         compute = (clock[self.boundary], clock[-1] - clock[self.boundary])
-        beside = self.around.beside
+        weights_s, weight_bytes = self._traffic(machine)
+        beside = around.beside
         streams = StreamingLoad(
             compute,
             weights_s,
             weight_bytes,
             0 if beside else len(self.gathers),
-            self._updates() if beside else (0.0, 0.0),
-            beside and self._apart(),
+            self._updates(machine) if beside else (0.0, 0.0),
+            beside and _apart(machine),
         )
         problem = replace(problem, slack_s=streams.slack_s(0))
         return GraphProblem(problem, tuple(self.roots), streams, clock)
@@ -120,6 +129,7 @@ class _ProblemReader:
         return [user for user in parts if values.maker(user) is node]
 
     def _maker(self, node: fx.Node, number: int, first: int) -> tuple[Maker, list[Value]]:
+        """An op, whose seconds are not known yet, and the values that it makes."""
         results = self._results(node)
         reads, weights = [], []
         for source in node.all_input_nodes:
@@ -131,9 +141,8 @@ class _ProblemReader:
         for offset, root in enumerate(results):
             self.index[root] = first + offset
             self.roots.append(root)
-        seconds = predicted_seconds(self.values.work(node), self.around.machine.compute)
         maker = Maker(
-            seconds,
+            0.0,
             tuple(dict.fromkeys(reads)),
             tuple(range(first, first + len(results))),
             tuple(dict.fromkeys(weights)),
@@ -144,7 +153,7 @@ class _ProblemReader:
     def _value(self, node: fx.Node, root: fx.Node, number: int) -> Value:
         at = self.where[node]
         aliases = set(aliases_of(root))  # a view is taken where it is read, and reads nothing
-        read_problem = sorted(
+        read_at = sorted(
             {
                 self.where[user]
                 for alias in aliases
@@ -152,14 +161,14 @@ class _ProblemReader:
                 if user.op != "output" and user not in aliases
             }
         )
-        forward = [when for when in read_problem if when < self.boundary]
+        forward = [when for when in read_at if when < self.boundary]
         held = root in self.values.returned
         return Value(
             root.name,
             storage_bytes(root),
             at,
             max(forward, default=at),
-            tuple(when for when in read_problem if when >= self.boundary),
+            tuple(when for when in read_at if when >= self.boundary),
             number,
             self.values.may_move(root),
             CheckpointPolicy.MUST_SAVE if held else wish_of(root) or wish_of(node),
@@ -167,8 +176,8 @@ class _ProblemReader:
         )
 
     def _weight(self, gathers: list[fx.Node]) -> Weight:
-        family = {n for gather in gathers for n in (gather, *self._family(gather))}
-        read_problem = sorted(
+        family = {*gathers, *self.gathered[self.gather_of[gathers[0]]]}
+        read_at = sorted(
             {
                 self.where[user]
                 for n in family
@@ -177,12 +186,8 @@ class _ProblemReader:
             }
         )
         nbytes = aligned(Layout.of(gathers[0].meta["val"]).nbytes)
-        early = tuple(at for at in read_problem if at < self.boundary)
-        return Weight(nbytes, early, tuple(at for at in read_problem if at >= self.boundary))
-
-    def _family(self, gather: fx.Node) -> list[fx.Node]:
-        mine = self.gather_of[gather]
-        return [n for n, number in self.gather_of.items() if number == mine]
+        early = tuple(at for at in read_at if at < self.boundary)
+        return Weight(nbytes, early, tuple(at for at in read_at if at >= self.boundary))
 
     def _other(self) -> list[int]:
         """Bytes at each time of values that forward does not make: gradients, mostly."""
@@ -236,16 +241,16 @@ class _ProblemReader:
         times = [self.where[root] for root in late]
         return {root: times[min(n + 2, len(times) - 1)] for n, root in enumerate(late)}
 
-    def _traffic(self) -> tuple[tuple[float, float], int]:
+    def _traffic(self, machine: Machine) -> tuple[tuple[float, float], int]:
         """Seconds of weights on the link that takes longest, in each phase; bytes of them."""
         seconds, total = 0.0, 0
         for gathers in self.gathers:
             nbytes = Layout.of(gathers[0].meta["val"]).nbytes
             total += nbytes
-            seconds += nbytes * self._pace(gathers, back=True)
+            seconds += nbytes * self._pace(machine, gathers, back=True)
         return (seconds, seconds), total
 
-    def _updates(self) -> tuple[float, float]:
+    def _updates(self, machine: Machine) -> tuple[float, float]:
         """Seconds of the links to the device and off it for updates that wait for the forward
         (`planner/late_step.py`): states come, and what is written leaves. Gradients are taken to
         have stayed."""
@@ -253,45 +258,47 @@ class _ProblemReader:
         for gathers in self.gathers:
             if self._spec(gathers).sink:
                 nbytes = Layout.of(gathers[0].meta["val"]).nbytes
-                to += (UPDATED - 1) * nbytes * self._pace(gathers, back=True)
-                off += UPDATED * nbytes * self._pace(gathers, back=False)
+                to += (UPDATED - 1) * nbytes * self._pace(machine, gathers, back=True)
+                off += UPDATED * nbytes * self._pace(machine, gathers, back=False)
         return to, off
 
     def _spec(self, gathers: list[fx.Node]) -> ParamSpec:
         (handle, *_) = gathers[0].all_input_nodes
         return self.plan.params[NodeName(handle.name)]
 
-    def _pace(self, gathers: list[fx.Node], back: bool) -> float:
+    def _pace(self, machine: Machine, gathers: list[fx.Node], back: bool) -> float:
         """Seconds per byte of a parameter, on the link that takes longest: on the way back to the
         device, or away from it."""
-        links = self.around.machine.links
+        links = machine.links
         away, home = LINKS["disk" if self._spec(gathers).home == "disk" else "host"]
         return max(
             (1 / links[w].bytes_per_s for w in (home if back else away) if w in links), default=0.0
         )
 
-    def _apart(self) -> bool:
-        """Whether the links to the device and off it carry at once."""
-        links = self.around.machine.links
-        return {"h2d", "d2h"} <= links.keys() and links["h2d"].lane != links["d2h"].lane
-
-    def _away(self, tier: str, room: int) -> OffloadTier:
-        """Seconds per byte and room of a tier."""
-        links = self.around.machine.links
-        out, back = ([links[name] for name in names if name in links] for names in LINKS[tier])
-        start = sum(link.latency_s for link in (*out, *back))
-        leave_s, back_s = (
-            max((1 / link.bytes_per_s for link in ways), default=0.0) for ways in (out, back)
-        )
-        return OffloadTier(leave_s, back_s, room, start)
-
-    def _clock(self) -> Iterator[float]:
+    def _clock(self, compute: Compute) -> Iterator[float]:
         """Seconds of compute before each node."""
-        compute, now = self.around.machine.compute, 0.0
+        now = 0.0
         for node in self.nodes:
             yield now
             if is_compute(node):
                 now += predicted_seconds(self.values.work(node), compute)
+
+
+def _apart(machine: Machine) -> bool:
+    """Whether the links to the device and off it carry at once."""
+    links = machine.links
+    return {"h2d", "d2h"} <= links.keys() and links["h2d"].lane != links["d2h"].lane
+
+
+def _away(machine: Machine, tier: str, room: int) -> OffloadTier:
+    """Seconds per byte and room of a tier."""
+    links = machine.links
+    out, back = ([links[name] for name in names if name in links] for names in LINKS[tier])
+    start = sum(link.latency_s for link in (*out, *back))
+    leave_s, back_s = (
+        max((1 / link.bytes_per_s for link in ways), default=0.0) for ways in (out, back)
+    )
+    return OffloadTier(leave_s, back_s, room, start)
 
 
 def _gathers(graph: fx.Graph) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:

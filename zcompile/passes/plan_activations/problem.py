@@ -6,8 +6,9 @@ recomputes it before its first reader there, or reads it back. Recomputing needs
 op, so that values which backward never read may be wanted too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from zcompile.ir.types import CheckpointPolicy
@@ -104,6 +105,25 @@ class Problem:
     slack_s: tuple[float, float]
     budget: int
     window: int = 0
+
+    @cached_property
+    def ops_reading(self) -> tuple[tuple[int, ...], ...]:
+        """Per value: the ops that read it."""
+        return _readers(len(self.values), (op.reads for op in self.makers))
+
+    @cached_property
+    def ops_reading_weight(self) -> tuple[tuple[int, ...], ...]:
+        """Per weight: the ops that read it."""
+        return _readers(len(self.weights), (op.weights for op in self.makers))
+
+
+def _readers(count: int, reads: Iterable[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Of each of `count` things: the ops that read it, by what each op reads."""
+    readers: list[list[int]] = [[] for _ in range(count)]
+    for op, of in enumerate(reads):
+        for thing in of:
+            readers[thing].append(op)
+    return tuple(map(tuple, readers))
 
 
 @dataclass(frozen=True)

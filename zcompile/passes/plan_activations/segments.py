@@ -6,7 +6,7 @@ backward wants all of them at once. Segments are the other end (Chen et al., arX
 crosses a border between two of them is there, saved or offloaded, and all else is recomputed.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -36,11 +36,12 @@ def segments(problem: Problem, wished: Sequence[str]) -> Iterator[Segments]:
     crossing = list(accumulate(_crossing(problem)))
     seen = set[frozenset[int]]()
     for count in COUNTS:
-        cuts = {_cut(made, crossing, part / count, 0.5 / count) for part in range(1, count)}
+        parts = range(1, count)
+        cuts = sorted({_cut(made, crossing, part / count, 0.5 / count) for part in parts})
         found = frozenset(
             number
             for number, value in enumerate(problem.values)
-            if any(value.made < cut <= value.read for cut in cuts)
+            if bisect_right(cuts, value.made) < bisect_right(cuts, value.read)
         )
         if found in seen:
             continue

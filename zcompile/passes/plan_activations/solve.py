@@ -29,6 +29,7 @@ fastest is taken.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zcompile.ir.types import NEVER_RECOMPUTED, CheckpointPolicy
 from zcompile.memory.linear_program import Column, LinearProgram, Term
@@ -86,12 +87,9 @@ class _Relaxation:
     def __init__(self, problem: Problem, ways: Sequence[str]) -> None:
         self.problem = problem
         self.actions = (KEEP, *dict.fromkeys(ways))
+        self.tiers = [action for action in self.actions if action in problem.tiers]
         self.scale = max(sum(maker.seconds for maker in problem.makers), 1e-9)
         self.unit = float(max(problem.budget, 1))
-
-    @property
-    def tiers(self) -> list[str]:
-        return [action for action in self.actions if action in self.problem.tiers]
 
     def costs(self) -> Iterator[Term]:
         for number, value in enumerate(self.problem.values):
@@ -368,29 +366,10 @@ class Search:
     ) -> tuple[float, int, list[tuple[int, str]]] | None:
         """Seconds that an action adds, bytes that are free at time `at`, and the changes it
         makes."""
-        value = self.problem.values[number]
         if way != RECOMPUTE:
-            moved = dict(self.now.curves().moved)
-            moved[way] = moved.get(way, 0) + value.nbytes
-            away = self.problem.tiers[way]
-            return self._moved_s(moved) + 2 * away.start_s, value.nbytes, [(number, way)]
+            nbytes = self.problem.values[number].nbytes
+            return self.now.offload_seconds(way, nbytes), nbytes, [(number, way)]
         return self._recompute(number, at)
-
-    def _moved_s(self, moved: dict[str, int]) -> float:
-        """Seconds that transfers add if these bytes are offloaded."""
-        tiers, before = self.problem.tiers, self.now.curves().moved
-        added = 0.0
-        for rate, slack in (
-            ("leave_s", self.problem.slack_s[0]),
-            ("back_s", self.problem.slack_s[1] + self.now.again_s),
-        ):
-            now, then = (
-                sum(n * float(getattr(tiers[tier], rate)) for tier, n in each.items())
-                for each in (before, moved)
-            )
-            slack = max(0.0, slack)
-            added += max(0.0, then - slack) - max(0.0, now - slack) + BUSY * (then - now)
-        return added
 
     def _recompute(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]] | None:
         """The same for recomputing `number`, with operands that are no smaller, or all."""
@@ -487,69 +466,113 @@ class Choice:
         return self.answer.seconds / max(self.least_seconds, 1e-12) - 1
 
 
-def choose(problem: Problem, ways: Sequence[str], quickly: bool = False) -> Choice:
+def choose(problem: Problem, ways: Sequence[str]) -> Choice:
     """The best answer found.
 
-    ways     actions besides saving a value: RECOMPUTE, and tiers
-    quickly  search once, and without a bound
+    ways  actions besides saving a value: RECOMPUTE, and tiers
     """
+    return _Choosing(problem, ways).best()
+
+
+def as_wished(problem: Problem) -> Choice:
+    """Everything saved, but for what the user asked for."""
     wished = wishes(problem)
-    first = Search(problem, ways, wished)
-    if first.over <= 0:
-        return Choice(tuple(wished), answer(problem, wished), None, True)
-    if quickly:
-        tried = [first.run()]
-        if first.over > 0 and RECOMPUTE in ways:
-            tried += _in_segments(problem, ways, wished, further=0)
-        best = _nearest(tried, problem, ways, wished)
-        return Choice(tuple(best.actions), answer(problem, best.actions), None, best.over <= 0)
-    bound = relaxed(problem, ways, wished)
-    tried = [first.run()]
-    if len(ways) > 1:
-        tried += [Search(problem, [way], wished, wholly=True).run(also=ways) for way in ways]
-    tried.append(Search(problem, ways, wished, wholly=True).run())
-    if bound is not None:
-        tried.append(Search(problem, ways, bound.actions).run())
-    least = None if bound is None else bound.seconds
-    if RECOMPUTE in ways and not any(_is_near(search, least) for search in tried):
-        tried += _in_segments(problem, ways, wished, further=FURTHER)
-    best = _nearest(tried, problem, ways, wished)
-    if best.over <= 0 and not _is_near(best, least):
-        best = _exchanged(best, ways, wished)
-    return Choice(tuple(best.actions), answer(problem, best.actions), least, best.over <= 0)
+    found = answer(problem, wished)
+    return Choice(tuple(wished), found, None, found.over(problem) <= 0)
+
+
+class _Choosing:
+    """Searches for an answer to one problem: quickly at first, and then for the best one, which
+    goes on from the searches that were made before."""
+
+    def __init__(self, problem: Problem, ways: Sequence[str]) -> None:
+        self.problem, self.ways = problem, ways
+        self.wished = wishes(problem)
+        first = Search(problem, ways, self.wished)
+        self._fits_as_wished = first.over <= 0
+        self._first = first if self._fits_as_wished else first.run()
+        self._cuts = segments(problem, self.wished)
+        self._in_cuts: list[Search] = []
+        """A search from each cut into segments that was asked for."""
+
+    def quickly(self) -> Choice:
+        """An answer of few searches, and without a bound."""
+        if self._fits_as_wished:
+            return self._choice(self._first, None)
+        tried = [self._first]
+        if self._first.over > 0 and RECOMPUTE in self.ways:
+            tried += self._in_segments(further=0)
+        return self._choice(self._nearest(tried), None)
+
+    def best(self) -> Choice:
+        """The best answer found."""
+        problem, ways, wished = self.problem, self.ways, self.wished
+        if self._fits_as_wished:
+            return self._choice(self._first, None)
+        bound = relaxed(problem, ways, wished)
+        tried = [self._first]
+        if len(ways) > 1:
+            tried += [Search(problem, [way], wished, wholly=True).run(also=ways) for way in ways]
+        tried.append(Search(problem, ways, wished, wholly=True).run())
+        if bound is not None:
+            tried.append(Search(problem, ways, bound.actions).run())
+        least = None if bound is None else bound.seconds
+        if RECOMPUTE in ways and not any(_is_near(search, least) for search in tried):
+            tried += self._in_segments(further=FURTHER)
+        best = self._nearest(tried)
+        if best.over <= 0 and not _is_near(best, least):
+            best = _exchanged(best, ways, wished)
+        return self._choice(best, least)
+
+    def _choice(self, search: Search, least: float | None) -> Choice:
+        actions = tuple(search.actions)
+        return Choice(actions, answer(self.problem, actions), least, search.over <= 0)
+
+    def _in_segments(self, further: int) -> list[Search]:
+        """Searches from forward in ever more segments, up to the first that fits and `further`
+        ones."""
+        tried: list[Search] = []
+        for search in self._from_cuts():
+            tried.append(search)
+            if search.over <= 0:
+                if not further:
+                    break
+                further -= 1
+        return tried
+
+    def _from_cuts(self) -> Iterator[Search]:
+        """A search from each cut into segments, made when it is asked for, and only once."""
+        yield from self._in_cuts
+        for cut in self._cuts:
+            self._in_cuts.append(
+                Search(
+                    self.problem,
+                    self.ways,
+                    self.wished,
+                    actions=cut.actions,
+                    borders=cut.borders,
+                ).run()
+            )
+            yield self._in_cuts[-1]
+
+    def _nearest(self, tried: list[Search]) -> Search:
+        """The least costly of the searches that fit.
+
+        Where none does, another one that only looks at bytes is tried too: the choice that needs
+        least is found without a look at seconds, which are measured.
+        """
+        if all(search.over > 0 for search in tried):
+            tried = [*tried, self._frugal]
+        return min(tried, key=lambda search: (max(0, search.over), search.now.seconds))
+
+    @cached_property
+    def _frugal(self) -> Search:
+        return Search(self.problem, self.ways, self.wished, frugal=True).run()
 
 
 def _is_near(search: Search, least: float | None) -> bool:
     """Whether a search fits and is near the bound."""
     return search.over <= 0 and least is not None and search.now.seconds <= NEAR * least
-
-
-def _in_segments(
-    problem: Problem, ways: Sequence[str], wished: Sequence[str], further: int
-) -> list[Search]:
-    """Searches from forward in ever more segments, up to the first that fits and `further` ones."""
-    tried: list[Search] = []
-    for cut in segments(problem, wished):
-        search = Search(problem, ways, wished, actions=cut.actions, borders=cut.borders)
-        tried.append(search.run())
-        if tried[-1].over <= 0:
-            if not further:
-                break
-            further -= 1
-    return tried
-
-
-def _nearest(
-    tried: list[Search], problem: Problem, ways: Sequence[str], wished: Sequence[str]
-) -> Search:
-    """The least costly of the searches that fit.
-
-    Where none does, another one that only looks at bytes is tried too: the choice that needs least
-    is found without a look at seconds, which are measured.
-    """
-    if all(search.over > 0 for search in tried):
-        tried = [*tried, Search(problem, ways, wished, frugal=True).run()]
-    return min(tried, key=lambda search: (max(0, search.over), search.now.seconds))
 
 
 def _exchanged(best: Search, ways: Sequence[str], wished: Sequence[str]) -> Search:
@@ -660,21 +683,24 @@ def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin:
         }
     )
 
-    def chosen(window: int, quickly: bool = False) -> Choice:
+    def choosing(window: int) -> _Choosing:
         slack_s = streams.slack_s(max(0, window - 2 * least))
-        return choose(replace(problem, window=window, slack_s=slack_s), ways, quickly=quickly)
+        return _Choosing(replace(problem, window=window, slack_s=slack_s), ways)
 
     best: tuple[bool, float, int] | None = None
     made: Choice | None = None
+    begun: dict[int, _Choosing] = {}
     for window in windows:
         if made is None or window > max(made.answer.slots, default=0):
-            made = chosen(window, quickly=True)
+            begun[window] = choosing(window)
+            made = begun[window].quickly()
         took = (not made.fits, seconds(problem, streams, made), window)
         best = took if best is None else min(best, took)
         if not made.fits:
             break  # a larger window leaves less for values
     assert best is not None, "at least the smallest window is tried"
-    return chosen(best[2])
+    window = best[2]
+    return (begun.get(window) or choosing(window)).best()
 
 
 def seconds(problem: Problem, streams: StreamingLoad, made: Choice) -> float:

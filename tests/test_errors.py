@@ -114,6 +114,11 @@ SENTENCES = {
         "zcompile.offload the plain module: placing and sharding parameters is done here. Where a "
         "library wraps it, take what zcompile.integrations has for that library",
     ),
+    errors.RankZeroFailed: (
+        ("node7", "OSError: no space left"),
+        "rank 0 on node7 has failed while it alone read: OSError: no space left. No value has "
+        "changed, and the run can go on: mend that, and do it again on all ranks",
+    ),
     errors.TorchUnsupported: (
         ("2.9.0", "2.11 to 2.13"),
         "torch 2.9.0 is installed, zcompile is tested with 2.11 to 2.13: it relies on torch "

@@ -172,6 +172,16 @@ class RankFailed(ZinfError, RuntimeError):
         self.rank, self.host = rank, host
 
 
+class RankZeroFailed(ZinfError, RuntimeError):
+    """Rank 0 has failed while it alone read (`zcompile.rank_zero_reads`): raised on the others."""
+
+    def __init__(self, host: str, why: str) -> None:
+        super().__init__(
+            f"rank 0 on {host} has failed while it alone read: {why}. No value has changed, and "
+            "the run can go on: mend that, and do it again on all ranks"
+        )
+
+
 class CallChanged(ZinfError, RuntimeError):
     """A call would make other collectives than those that all ranks have agreed on for it: a defect
     of zcompile. The rank that finds it raises this, and the others `RankFailed` with its sentence.

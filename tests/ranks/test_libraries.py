@@ -2,16 +2,17 @@
 one process that they write, are those of the plain model that `DistributedDataParallel` trains."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import lightning
 import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import ProjectConfiguration, set_seed
 from e2e.models import CAUSAL
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
@@ -207,6 +208,61 @@ def test_a_trainer_trains_saves_and_resumes_as_a_wrapped_model(pair, way, traine
     assert rows[0]["param_groups"] == rows[1]["param_groups"]
     states = [digest(v for s in row["state"].values() for v in s.values()) for row in rows]
     assert states[0] == states[1]
+
+
+class OwnAccelerator(accelerate.Accelerator):
+    """Of somebody else's, and not of ours."""
+
+
+class OfAnother(transformers.Trainer):
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator = OwnAccelerator(cpu=True)
+
+
+class OverAnother(OverRanks, OfAnother):
+    """Makes an accelerator that would wrap the model."""
+
+
+def refused_by_libraries(mesh: Any, directory: str) -> list[str]:
+    """What each that cannot be done over ranks is told, before anything is written."""
+    launched(mesh)
+    model, told = model_of("tiered", directory), []
+
+    def attempt(act: Callable[[], object]) -> None:
+        with pytest.raises(Unsupported) as caught:
+            act()
+        told.append(str(caught.value))
+
+    each = ProjectConfiguration(save_on_each_node=True)
+    on_each = Accelerator(cpu=True, project_config=each)
+    on_each.prepare(model)
+    attempt(lambda: on_each.save_state(directory))
+    attempt(lambda: on_each.save_model(model, directory))
+    attempt(lambda: trained(model, Path(directory), None, OverAnother))
+    options = {"save_strategy": "steps", "save_steps": 1, "save_on_each_node": True}
+    attempt(lambda: trained(model, Path(directory), None, Trainer, **options))
+    close(model, "tiered")
+    attempt(lambda: RanksStrategy(find_unused_parameters=True))
+    return told
+
+
+def test_what_cannot_be_done_over_ranks_is_refused(pair, tmp_path):
+    found = pair.run(refused_by_libraries, 2, str(tmp_path))
+    assert found[0] == found[1]
+    for told, sentence in zip(
+        found[0],
+        [
+            "save_on_each_node=True is asked for, and rank 0 alone reads",
+            "save_on_each_node=True is asked for, and rank 0 alone reads",
+            "the trainer makes an accelerator of its own class OwnAccelerator, which would wrap",
+            "save_on_each_node=True is asked for, and rank 0 alone reads",
+            "RanksStrategy was given find_unused_parameters, which tells",
+        ],
+        strict=True,
+    ):
+        assert told.startswith(sentence)
+    assert not list(tmp_path.rglob("*.safetensors"))
 
 
 # --- lightning ---

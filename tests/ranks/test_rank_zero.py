@@ -1,15 +1,27 @@
 """Rank 0 reads alone what several ranks hold shares of, while the others send it their shares."""
 
 import io
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_models import adamw, batch, digest, state_of, train, words
 from sampled import sampled_rows
 from torch import nn
 
 import zcompile
-from zcompile.errors import ConfigInvalid, Unsupported
+from zcompile.errors import (
+    ConfigInvalid,
+    RankFailed,
+    RankZeroFailed,
+    Unsupported,
+    ValueUnset,
+    ZinfError,
+)
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 STEPS = range(3)
@@ -41,6 +53,10 @@ def saved_by_rank_zero(mesh, directory, fields):
     with zcompile.rank_zero_reads(model, optimizer) as is_rank_zero:
         if is_rank_zero:
             torch.save([model.state_dict(), optimizer.state_dict()], memory)
+            halves = {k: v.to(torch.float16) for k, v in model.state_dict().items()}
+            assert all(type(half) is torch.Tensor for half in halves.values())
+            assert (model.norm.bias == model.norm.bias.clone()).all()
+            assert torch._foreach_add([model.norm.bias], 0.0)[0].equal(model.norm.bias)
             weight = next(model.parameters())
             assert torch.equal(weight.clone(), torch.from_numpy(weight.numpy(force=True).copy()))
     brought = zcompile.stats(model)["fabric"]["bytes"]["gather"] - moved["gather"]
@@ -93,7 +109,7 @@ def interrupted_on(mesh, who):
             if is_rank_zero:
                 assert weight.detach().cpu().any()
         told = ""
-    except (OSError, Unsupported) as error:
+    except (OSError, RankZeroFailed) as error:
         told = f"{type(error).__name__}: {error}"
     found = go_on(mesh, made, range(3, 4))
     zcompile.close(made[0])
@@ -106,8 +122,8 @@ def test_what_fails_within_is_told_and_training_goes_on(pool, who):
     told = [row[0] for row in rows]
     assert told[who] == "OSError: no space left"
     if who == 0:
-        assert told[1].startswith("Unsupported: rank 0 on ")
-        assert "failed while it read alone: OSError: no space left; mend that there" in told[1]
+        assert told[1].startswith("RankZeroFailed: rank 0 on ")
+        assert "failed while it alone read: OSError: no space left. No value has" in told[1]
     else:
         assert told[0] == ""
     assert [row[1] for row in rows] == pool.run(never_saved, 2)
@@ -136,6 +152,7 @@ def refused_within(mesh):
         attempt("step", optimizer.step)
         attempt("measure", lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]))
         attempt("save", lambda: zcompile.save("nowhere", model))
+        attempt("close", lambda: zcompile.close(model))
         attempt("enter again", lambda: zcompile.rank_zero_reads(model).__enter__())
     optimizer.zero_grad()
     found = go_on(mesh, made, range(3, 4))
@@ -151,9 +168,9 @@ def test_whatever_all_ranks_do_is_refused_within(pool):
         "rank 1 reads 'table.weight' within zcompile.rank_zero_reads, where rank 0 alone reads"
     )
     for name in ("read a gradient", "read a state", "measure"):
-        assert "none of what zcompile.rank_zero_reads was given" in first[name]
+        assert "nothing that zcompile.rank_zero_reads was given" in first[name]
     for told in (first, other):
-        for name in ("write", "call", "step", "save", "enter again"):
+        for name in ("write", "call", "step", "save", "close", "enter again"):
             assert "within zcompile.rank_zero_reads" in told[name], name
     assert [row[1] for row in rows] == pool.run(never_saved, 2)
 
@@ -169,3 +186,87 @@ def test_one_process_reads_as_ever(tmp_path):
         zcompile.rank_zero_reads(model.state_dict()),
     ):
         pass
+
+
+def two_models_read(mesh, directory):
+    """Of two sessions, by several threads, and a state in a list."""
+    models = [zcompile.offload(words(), mesh=mesh, **BUDGETS) for _ in range(2)]
+    optimizer = adamw(models[0].parameters())
+    run = torch.compile(models[0], backend="zinf")
+    train(models[0], run, optimizer, mesh.get_local_rank(), mesh.size(), steps=range(1))
+    table = models[0].table.weight
+    optimizer.state[table]["history"] = [{"first": optimizer.state[table]["exp_avg"].clone()}]
+    expected = [digest(model.parameters()) for model in models]
+    found: dict[str, torch.Tensor] = {}
+    with zcompile.rank_zero_reads(*models, optimizer) as is_rank_zero:
+        if is_rank_zero:
+            rows = [*models[0].named_parameters(), *models[1].named_parameters(prefix="second")]
+            with ThreadPoolExecutor(3) as threads:
+                read = list(threads.map(lambda row: row[1].detach().numpy().copy(), rows))
+            for (name, _), values in zip(rows, read, strict=True):
+                found[name] = torch.from_numpy(values)
+            torch.save(optimizer.state_dict(), Path(directory, "optimizer.pt"))
+    halves = [{}, {}]
+    for name, values in found.items():
+        halves[name.startswith("second")][name] = values
+    for model in models:
+        zcompile.close(model)
+    return expected, [digest(half.values()) for half in halves]
+
+
+def test_models_of_several_sessions_are_read_by_several_threads(pool, tmp_path):
+    rows = pool.run(two_models_read, 2, str(tmp_path))
+    assert rows[0][0] == rows[0][1] == rows[1][0]
+    saved = torch.load(tmp_path / "optimizer.pt")["state"][0]
+    assert torch.equal(saved["history"][0]["first"], saved["exp_avg"])
+
+
+def unset_read(mesh):
+    """Of a model on `meta`, whose values come later."""
+    with torch.device("meta"):
+        blank = words()
+    model = zcompile.offload(blank, mesh=mesh, **BUDGETS)
+    told = ""
+    with zcompile.rank_zero_reads(model) as is_rank_zero:
+        if is_rank_zero:
+            try:
+                model.table.weight.detach().cpu()
+            except ValueUnset as error:
+                told = str(error)
+    model.load_state_dict(words().state_dict())
+    found = digest(model.parameters())
+    zcompile.close(model)
+    return told, found
+
+
+def test_what_has_no_value_yet_ends_nothing(pool):
+    rows = pool.run(unset_read, 2)
+    assert "'table.weight'" in rows[0][0]
+    assert [row[1] for row in rows] == [digest(words().parameters())] * 2
+
+
+def interrupted_while_serving(mesh):
+    """Ctrl-C on rank 1, while it waits for what rank 0 reads: what each is told."""
+    model = zcompile.offload(words(), mesh=mesh, **BUDGETS)
+    processes = [0, 0]
+    dist.all_gather_object(processes, os.getpid(), group=mesh.get_group())
+    told = None
+    try:
+        with zcompile.rank_zero_reads(model) as is_rank_zero:
+            if is_rank_zero:
+                model.table.weight.detach().cpu()  # so the other serves
+                os.kill(processes[1], signal.SIGINT)
+                while True:  # until the other is heard to have failed
+                    model.table.weight.detach().cpu()
+    except (ZinfError, KeyboardInterrupt) as error:
+        told = type(error), str(error)
+    zcompile.close(model)
+    return told
+
+
+def test_who_is_interrupted_while_it_serves_ends_the_ranks(pool):
+    rows = pool.run(interrupted_while_serving, 2)
+    assert rows[1][0] is KeyboardInterrupt
+    assert rows[0][0] is RankFailed
+    assert "rank 1 on" in rows[0][1]
+    assert "KeyboardInterrupt" in rows[0][1]

@@ -439,12 +439,15 @@ def close(model: nn.Module) -> None:
     before. What a durable model committed stays. `with zcompile.offloaded(...) as model:` closes by
     itself, and so is a model that is dropped, once nothing refers to its parameters, a loss
     included; a notebook often does.
-    raises  Unsupported, if the model was not offloaded
+    raises  Unsupported, if the model was not offloaded, or within `zcompile.rank_zero_reads`
     """
     for param in model.parameters():
         if isinstance(param, TieredTensor):
             with suppress(ParameterChanged):  # closed already
-                session_of(param.entry).close()
+                session = session_of(param.entry)
+                if session.fabric is not None:
+                    session.fabric.check_together("close a model")
+                session.close()
             return
     raise _not_offloaded()
 

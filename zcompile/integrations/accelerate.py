@@ -11,8 +11,10 @@ from typing import Any
 
 import accelerate
 from torch import nn
+from torch.optim import Optimizer
 
 from zcompile.checkpoint.state import fabric_behind
+from zcompile.errors import Unsupported
 from zcompile.frontend.rank_zero import rank_zero_reads
 
 
@@ -37,9 +39,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     ) -> str:
         """As accelerate's: the files of one process, written by rank 0.
 
-        raises  what writing raises, on rank 0; Unsupported on the others then; RankFailed
+        raises  what writing raises, on rank 0; RankZeroFailed on the others then; RankFailed;
+                Unsupported, with `save_on_each_node`
         """
-        with rank_zero_reads(*self._models, *self._optimizers):
+        self._refuse_files_on_each_node()
+        kinds = (nn.Module, Optimizer)
+        others = [held for held in self._custom_objects if isinstance(held, kinds)]
+        with rank_zero_reads(*self._models, *self._optimizers, *others):
             where: str = super().save_state(output_dir, safe_serialization, **options)
         return where
 
@@ -51,5 +57,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         safe_serialization: bool = True,
     ) -> None:
         """As accelerate's, with the errors of `save_state`."""
+        self._refuse_files_on_each_node()
         with rank_zero_reads(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def _refuse_files_on_each_node(self) -> None:
+        """raises  Unsupported, if a rank of each node is to save what rank 0 alone reads"""
+        if self.project_configuration.save_on_each_node and any(map(fabric_behind, self._models)):
+            raise Unsupported(
+                "save_on_each_node=True is asked for, and rank 0 alone reads a model that ranks "
+                "hold shares of",
+                "leave it out, and save to a directory that all nodes see",
+            )

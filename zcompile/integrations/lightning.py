@@ -22,6 +22,17 @@ from zcompile.checkpoint.checkpoint import resume, save
 from zcompile.checkpoint.state import fabric_behind
 from zcompile.errors import Unsupported
 
+OF_PROCESSES = {
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+}
+"""Options of `DDPStrategy` that are about processes, and not about what wraps the model."""
 STREAMED = ("state_dict", "optimizer_states")
 """What of a checkpoint of Lightning is written as tensors; the rest is small."""
 
@@ -129,11 +140,30 @@ class RanksStrategy(_StreamedCheckpoints, DDPStrategy):
 
     strategy_name = "zcompile_ranks"
 
+    def __init__(self, **options: Any) -> None:
+        """
+        options  of `DDPStrategy`, but for those that are about `DistributedDataParallel` itself
+        raises   Unsupported, for those
+        """
+        if told := [name for name in options if name not in OF_PROCESSES]:
+            raise Unsupported(
+                f"RanksStrategy was given {', '.join(told)}, which tells DistributedDataParallel "
+                "what to do, and wraps no model in that",
+                "leave it out",
+            )
+        super().__init__(**options)
+
     def setup(self, trainer: Trainer) -> None:
         """As of any strategy: `DDPStrategy` would send the values of rank 0 to the others.
 
-        raises  Unsupported, if ranks do not share the model
+        raises  Unsupported, if ranks do not share the model, or with `sync_batchnorm`
         """
+        if self._layer_sync is not None:
+            raise Unsupported(
+                "sync_batchnorm=True is asked for, which would put other modules in the place of "
+                "those that are offloaded",
+                "leave it out: batch statistics are those of each rank",
+            )
         Strategy.setup(self, trainer)
 
     def _setup_model(self, model: Any) -> Any:

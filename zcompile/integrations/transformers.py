@@ -7,10 +7,16 @@ class Tuner(OverRanks, trl.SFTTrainer): ...
 
 from typing import Any
 
+import accelerate
 import transformers
 
+from zcompile.checkpoint.state import fabric_behind
+from zcompile.errors import Unsupported
 from zcompile.frontend.rank_zero import rank_zero_reads
 from zcompile.integrations.accelerate import Accelerator
+
+LEAST_VERSION = 5
+"""Of transformers: before, `Trainer.save_model` calls `_save` on rank 0 alone."""
 
 
 class OverRanks:
@@ -18,25 +24,52 @@ class OverRanks:
     model is not wrapped, and rank 0 writes the files of one process. With one process it does
     nothing."""
 
+    args: Any
     model: Any
     optimizer: Any
     accelerator: Any
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As transformers does; the accelerator leaves shared models unwrapped."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the trainer behind
-        # It is made by the trainer itself, of a class that cannot be named.
-        self.accelerator.__class__ = Accelerator
+        """As transformers does; the accelerator leaves shared models unwrapped.
 
-    def _save(
-        self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
-    ) -> None:
+        raises  Unsupported, for what is made otherwise than is known here
+        """
+        version = transformers.__version__
+        if int(version.split(".")[0]) < LEAST_VERSION:
+            raise Unsupported(
+                f"transformers {version} is installed, and its trainers save on rank 0 otherwise "
+                f"than those of {LEAST_VERSION}",
+                f"install transformers {LEAST_VERSION}, or start one process",
+            )
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]  # of the trainer behind
+        made = type(self.accelerator)
+        if made is accelerate.Accelerator:  # transformers makes it, of no class that we could name
+            self.accelerator.__class__ = Accelerator
+        elif not issubclass(made, Accelerator):
+            raise Unsupported(
+                f"the trainer makes an accelerator of its own class {made.__qualname__}, which "
+                "would wrap the model",
+                "derive that from zcompile.integrations.accelerate.Accelerator",
+            )
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self._refuse_files_on_each_node()
         with rank_zero_reads(self.model):
             super()._save(output_dir, state_dict)  # type: ignore[misc]  # of the trainer behind
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._refuse_files_on_each_node()
         with rank_zero_reads(self.optimizer):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # of the same
+
+    def _refuse_files_on_each_node(self) -> None:
+        """raises  Unsupported, if a rank of each node is to save what rank 0 alone reads"""
+        if self.args.save_on_each_node and fabric_behind(self.model) is not None:
+            raise Unsupported(
+                "save_on_each_node=True is asked for, and rank 0 alone reads a model that ranks "
+                "hold shares of",
+                "leave it out, and save to a directory that all nodes see",
+            )
 
 
 class Trainer(OverRanks, transformers.Trainer):

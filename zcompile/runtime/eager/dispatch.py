@@ -12,6 +12,7 @@ compiled graphs, which hold next to nothing then. So their bytes are known befor
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -301,7 +302,7 @@ def _apply(
         elif (
             is_elementwise(func)
             and streamable(app, cls)
-            and (fabric is None or _keeps_result(func, fabric) or not _has_shares(cls, app))
+            and (fabric is None or _streams_over_ranks(cls, app, fabric))
             # A compiled call that got a view of a parameter: what streams is a call itself.
             and not (owner := session_of(tiered.entry)).executor.walks_here
         ):
@@ -323,12 +324,18 @@ def _apply(
     return results
 
 
-def _keeps_result(func: Dispatched, fabric: Fabric) -> bool:
+def _streams_over_ranks(cls: type, app: Application, fabric: Fabric) -> bool:
+    """Whether each rank computes an elementwise op over what it holds, as all do: over shares, if
+    the result is tiered, or there is none."""
+    if fabric.lone_reads is not None:
+        return False
+    return _keeps_result(app.func) or not _has_shares(cls, app)
+
+
+def _keeps_result(func: Dispatched) -> bool:
     """Whether the result of an op that streams is tiered, or it has none."""
     if func._schema.is_mutable or _is_list_op(func):
         return True
-    if fabric.lone_reads is not None:  # a copy of shares would be on one rank alone
-        return False
     return func is aten.clone.default and not torch.is_grad_enabled()
 
 
@@ -506,7 +513,11 @@ def _bytes_of(entry: Entry, *, fetch: bool) -> Tensor:
         return session.read_all(entry)
     if entry.partition is not None:  # gathered in memory of the host
         if session.device.streams is not None:  # which compute does not reach
-            with told_to_ranks(session.fabric):  # one may have room that another has not
+            fabric = session.fabric
+            assert fabric is not None, "ranks hold shares of it"
+            # One may have room that another has not.
+            told = nullcontext() if fabric.lone_reads is not None else told_to_ranks(fabric)
+            with told:
                 bytes_ = session.arena.take(entry.whole_bytes, entry.name)
             session.wait_for_readers(bytes_)
             return bytes_.copy_(session.whole(entry)) if fetch else bytes_

@@ -9,15 +9,18 @@ names one by its place among those. Nothing else that concerns several ranks is 
 """
 
 import struct
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from zcompile.errors import Unsupported
+from zcompile.errors import RankZeroFailed, Unsupported, ZinfError
 from zcompile.runtime.ranks.fabric import Fabric, told_to_ranks
 from zcompile.runtime.ranks.transport import host_memory
 from zcompile.runtime.store.store import Entry
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 DOING = "read on rank 0 alone"
 ENDED, FAILED = -1, -2
@@ -28,25 +31,26 @@ _QUESTION = struct.Struct(f"<qI{TEXT_BYTES}s")
 
 
 class LoneReads:
-    """What rank 0 may read alone, from `begin` on until `end` and `serve` are over.
+    """What rank 0 may read alone, from `begin` on until `end` there and `serve` elsewhere are over.
 
+    fabrics  of the sessions that it is of, all over the same ranks: one of each, or more
     entries  of which ranks hold shares: the same, in the same order, on all ranks
     """
 
-    def __init__(self, fabric: Fabric, entries: Sequence[Entry]) -> None:
-        self._fabric, self._entries = fabric, list(entries)
+    def __init__(self, fabrics: Sequence[Fabric], entries: Sequence[Entry]) -> None:
+        self._fabrics, self._fabric, self._entries = fabrics, fabrics[0], list(entries)
         self._numbers = {entry.key: number for number, entry in enumerate(entries)}
-        self._others = [rank for rank in range(fabric.size) if rank != fabric.rank]
+        self._others = [rank for rank in range(fabrics[0].size) if rank != fabrics[0].rank]
+        self._lock = threading.Lock()
+        """Held from a question until its shares have come: threads take turns."""
 
     def begin(self) -> None:
-        """Agree with the other ranks on what may be read.
-
-        raises  RanksDiffer, RankFailed; Unsupported, while others are open
-        """
-        rows = [(e.name, e.whole_bytes, str(_owner_of(e))) for e in self._entries]
+        """Agree with the other ranks on what may be read. raises  RanksDiffer, RankFailed"""
+        rows = [(e.name, e.whole_bytes, str(_owner_of(e)), e.unset) for e in self._entries]
         names = ", ".join(name for name, *_ in rows)
         self._fabric.agree(DOING, rows, text=f"of {len(rows)} shared tensors: {names}")
-        self._fabric.read_alone(self)
+        for fabric in self._fabrics:
+            fabric.read_alone(self)
 
     def check_readable(self, entry: Entry) -> None:
         """raises  Unsupported, where rank 0 may not read a tensor alone"""
@@ -58,10 +62,10 @@ class LoneReads:
             )
         if entry.partition is not None and entry.key not in self._numbers:
             raise Unsupported(
-                f"{entry.name!r} is read on rank 0 alone, and is none of what "
+                f"{entry.name!r} is read on rank 0 alone, and is of nothing that "
                 "zcompile.rank_zero_reads was given",
-                "give it the model and the optimizer; let all ranks read what belongs to neither, "
-                "as gradients",
+                "give it every module and optimizer that is read; let all ranks read what belongs "
+                "to none, as gradients",
             )
 
     def refusal(self, what: str) -> Unsupported:
@@ -77,31 +81,36 @@ class LoneReads:
     def whole(self, entry: Entry) -> Tensor:
         """The bytes of the whole tensor in ordinary host memory: uint8 [entry.whole_bytes]; blocks.
 
-        raises  Unsupported, if this rank may not read it alone; RankFailed
+        raises  Unsupported, if this rank may not read it alone; what reading its own share raises,
+                before any other rank is asked; RankFailed
         """
         self.check_readable(entry)
-        with told_to_ranks(self._fabric):
+        with torch.inference_mode(False):  # another thread writes to it
+            whole = host_memory(1, entry.whole_bytes, torch.uint8)[0]
+        first, last = _range_of(entry, self._fabric.rank)
+        whole[first:last] = _own_of(entry)
+        parts = {rank: whole[slice(*_range_of(entry, rank))] for rank in self._others}
+        came = {rank: part for rank, part in parts.items() if part.numel()}
+        # Who asks takes the answer, or the next one would be taken for it.
+        with self._lock, deferred_interrupts(), told_to_ranks(self._fabric):
             self._say(self._numbers[entry.key])
-            with torch.inference_mode(False):  # another thread writes to it
-                whole = host_memory(1, entry.whole_bytes, torch.uint8)[0]
-            own = _own_of(entry)
-            first, last = _range_of(entry, self._fabric.rank)
-            whole[first:last] = own
-            parts = {rank: whole[slice(*_range_of(entry, rank))] for rank in self._others}
-            came = {rank: part for rank, part in parts.items() if part.numel()}
             self._fabric.deliver(f"get the shares of {entry.name!r}", {}, came)
         return whole
 
     def end(self, error: BaseException | None) -> None:
-        """Let the other ranks go on, who are told what has failed here. raises  RankFailed"""
-        self._fabric.read_alone(None)
+        """Let the other ranks go on, who are told what has failed here, if anything.
+
+        raises  RankFailed, if nothing has
+        """
+        self._over()
         if error is None:
             self._say(ENDED)
-        else:
-            self._say(FAILED, f"{type(error).__name__}: {error}")
+            return
+        with suppress(ZinfError):  # the ranks cannot go on, which is what has failed, or known
+            self._say(FAILED, _told(error))
 
     def _say(self, number: int, text: str = "") -> None:
-        said = text.encode()[:TEXT_BYTES]
+        said = text.encode(errors="replace")[:TEXT_BYTES]
         row = bytearray(_QUESTION.pack(number, len(said), said))
         question = torch.frombuffer(row, dtype=torch.uint8)
         self._fabric.deliver("ask for shares", dict.fromkeys(self._others, question), {})
@@ -111,28 +120,42 @@ class LoneReads:
     def serve(self) -> None:
         """Send rank 0 what it asks for, until it has ended.
 
-        raises  Unsupported, if what it did has failed there; RankFailed
+        raises  RankZeroFailed, if what it did has failed there; RankFailed
         """
+        self._over()
+        with told_to_ranks(self._fabric):  # rank 0 waits for this one, also if it is interrupted
+            failed = self._served()
+        if failed is not None:
+            raise RankZeroFailed(self._fabric.hosts[0], failed)
+
+    def _served(self) -> str | None:
+        """Answer questions until there is none; returns what has failed on rank 0."""
         fabric = self._fabric
-        fabric.read_alone(None)
         question = torch.zeros(_QUESTION.size, dtype=torch.uint8, device="cpu")
         while True:
             fabric.deliver("wait for rank 0, which reads alone", {}, {0: question})
             number, length, raw = _QUESTION.unpack(question.numpy().tobytes())
             if number == ENDED:
-                return
+                return None
             if number == FAILED:
-                text = raw[:length].decode(errors="replace")
-                raise Unsupported(
-                    f"rank 0 on {fabric.hosts[0]} has failed while it read alone: {text}",
-                    "mend that there, and do it again on all ranks: no value has changed, and the "
-                    "run can go on",
-                )
+                return str(raw[:length].decode(errors="replace"))
             entry = self._entries[number]
-            with told_to_ranks(fabric):
-                own = _own_of(entry)
-                if own.numel():
-                    fabric.deliver(f"send the share of {entry.name!r}", {0: own}, {})
+            own = _own_of(entry)
+            if own.numel():
+                fabric.deliver(f"send the share of {entry.name!r}", {0: own}, {})
+
+    def _over(self) -> None:
+        for fabric in self._fabrics:
+            fabric.read_alone(None)
+
+
+def _told(error: BaseException) -> str:
+    """An error, for people on other ranks."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001  # what a class of somebody else's does is not known
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _owner_of(entry: Entry) -> int | None:

@@ -11,7 +11,6 @@ import gc
 import inspect
 import textwrap
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -359,61 +358,6 @@ def test_a_call_of_other_sizes_is_recorded_anew(trained):
     for schedule in (forward, other, forward):
         step = noted(recorder, (schedule, entries))
         assert step.calls[0].schedule is schedule
-
-
-# --- Where the entries of a call rest ---
-
-
-@pytest.fixture
-def rests(planned, trained):
-    """Asks of a backward which entries rest on the device, and whose gradients stay; its session,
-    and its entries."""
-    (model, _, _), _ = planned
-    session, (_, backward, entries) = session_behind(model), trained
-    session.controller._kept.clear()
-    return partial(session.controller._rests, backward, entries, ()), session, entries
-
-
-def test_where_entries_rest_is_not_looked_at_while_nothing_changes(rests, monkeypatch):
-    again, session, entries = rests
-    on_device, stay = again()
-    assert on_device == {EntryIndex(n) for n in range(len(entries))}
-    assert stay, "of this plan some do"
-    monkeypatch.setattr(session.controller, "staying", lambda *call: pytest.fail("it was asked"))
-    assert again() == (on_device, stay)
-
-
-def test_an_entry_that_has_moved_is_seen_by_the_next_call(rests):
-    again, session, entries = rests
-    on_device, stay = again()
-    place = entries[0].place
-    entries[0].place = session.homes.reserve("w", EntryKind.PARAM, place.nbytes)
-    assert again() == (on_device - {EntryIndex(0)}, stay)
-    entries[0].place = place
-    assert again() == (on_device, stay)
-
-
-def test_another_plan_says_anew_what_stays(rests, monkeypatch):
-    again, session, _ = rests
-    on_device, _ = again()
-    monkeypatch.setattr(session.controller, "plan", None)
-    assert again() == (on_device, frozenset())
-
-
-def test_a_call_of_other_entries_is_looked_at(rests, store):
-    again, _, entries = rests
-    on_device, stay = again()
-    entries[1] = lasting_entry(store)  # of which the plan knows nothing
-    assert again() == (on_device, stay - {EntryIndex(1)})
-
-
-def test_of_a_call_with_what_dies_nothing_is_kept(rests, store, trained):
-    (_, session, entries), (_, backward, _) = rests, trained
-    grad = near_entry(store, 1.0)
-    assert len(entries) in session.controller._rests(backward, [*entries, grad], ())[0]
-    grad.place = Place(256, store.homes.held, grad.place.extent)
-    assert len(entries) in session.controller._rests(backward, [*entries, grad], ())[0]
-    assert not session.controller._kept
 
 
 # --- Gradients that stay ---

@@ -559,11 +559,6 @@ class StepController(Rescheduling):
         call = StepCall(schedule, tuple(entry.ref for entry in entries))
         return call.making(self.plan.placement.stay)
 
-    @property
-    def stays_by(self) -> tuple[object, ...]:
-        """The objects by which `staying` answers."""
-        return self.plan, self._base, self._narrow_serials
-
 
 def dtypes_of_copies(plan: StepPlan, whole: bool) -> dict[EntryRef, torch.dtype]:
     """The copies of a plan, and their dtypes: those in low precision, or those of the shares of all

@@ -9,8 +9,7 @@ move.
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.late_updates import LateRows
@@ -20,10 +19,9 @@ from zcompile.ir.types import HELD, Phase
 from zcompile.memory.step_footprint import held_peak
 from zcompile.passes.arrange import rearrange
 from zcompile.planner.step_plan import UNBOUNDED_LEAD
-from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.late import JoiningRows
 from zcompile.runtime.session import Session
-from zcompile.runtime.store.store import Entry, call_key
+from zcompile.runtime.store.store import Entry
 from zcompile.verify.schedule import verify_schedule
 
 NOTHING_LATE = LateRows()
@@ -68,26 +66,6 @@ def refusal(session: Session, schedule: Schedule, error: BudgetExceeded) -> Budg
     return session.split.too_small(error, f"{schedule.phase.value} pass of the model", what)
 
 
-MOST_KEPT = 1024
-"""The most calls of which is kept where their entries rest; a step has a few."""
-
-
-class _KeptRest(NamedTuple):
-    """Where the entries of a call rest, all of which outlive steps; true as long as `CHANGES` has
-    the same mark, and what stays is decided by the same objects (`by`)."""
-
-    mark: object
-    by: tuple[object, ...]
-    entries: tuple[Entry, ...]
-    resident: frozenset[EntryIndex]
-    stay: frozenset[EntryIndex]
-
-    def is_of(self, mark: object, by: tuple[object, ...], entries: Sequence[Entry]) -> bool:
-        """Whether it tells of another call, of these entries, too."""
-        same = self.mark is mark and all(map(is_, self.by, by))
-        return same and len(entries) == len(self.entries) and all(map(is_, self.entries, entries))
-
-
 class Rescheduling:
     """The controller of a session that plans no steps: entries stay where they were put first."""
 
@@ -96,7 +74,6 @@ class Rescheduling:
     def __init__(self, session: Session) -> None:
         self._session = weakref.ref(session)
         self._arranged: dict[tuple[object, ...], tuple[Schedule, int]] = {}
-        self._kept: dict[object, _KeptRest] = {}
 
     @property
     def session(self) -> Session:
@@ -121,8 +98,11 @@ class Rescheduling:
             return schedule
         joining = session.late.joining(schedule, entries)
         more = () if joining is None else joining.entries
+        resident = frozenset(
+            EntryIndex(n) for n, entry in enumerate((*entries, *more)) if entry.place.tier.on_device
+        )
         try:
-            resident, stay = self._rests(schedule, entries, more)
+            stay = self.staying(schedule, entries)
             return self._refitted(schedule, entries, resident, stay, joining)
         except BudgetExceeded as error:
             if joining is not None:
@@ -131,25 +111,6 @@ class Rescheduling:
             if not self.reclaim(error.needed_bytes):
                 raise refusal(session, schedule, error) from error
             return self.fit(schedule, entries)  # which the arena may be too small for as it is
-
-    def _rests(
-        self, schedule: Schedule, entries: Sequence[Entry], more: Sequence[Entry]
-    ) -> tuple[frozenset[EntryIndex], frozenset[EntryIndex]]:
-        """Which of a call's entries, and of `more`, rest on the device, and whose gradients stay
-        where the call makes them."""
-        key, mark, by = call_key(schedule.serial, entries), CHANGES.mark, self.stays_by
-        kept = self._kept.get(key)
-        if kept is not None and kept.is_of(mark, by, entries) and not more:
-            return kept.resident, kept.stay
-        resident = frozenset(
-            EntryIndex(n) for n, entry in enumerate((*entries, *more)) if entry.place.tier.on_device
-        )
-        stay = self.staying(schedule, entries)
-        if not more and all(entry.kind.lasting for entry in entries):
-            if len(self._kept) >= MOST_KEPT:
-                self._kept.clear()
-            self._kept[key] = _KeptRest(mark, by, tuple(entries), resident, stay)
-        return resident, stay
 
     def too_large(self, schedule: Schedule, entries: Sequence[Entry]) -> BudgetExceeded | None:
         """Why the arena has no room for a call of these entries, where they rest now; None: it has.
@@ -204,7 +165,6 @@ class Rescheduling:
     def forget(self) -> None:
         """Entries move, or the arena gets another size: what was arranged is not for that."""
         self._arranged.clear()
-        self._kept.clear()
 
     @property
     def plans_copies(self) -> bool:
@@ -218,11 +178,6 @@ class Rescheduling:
     def staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
         """Entries whose gradients stay where this call makes them."""
         return frozenset()
-
-    @property
-    def stays_by(self) -> tuple[object, ...]:
-        """The objects by which `staying` answers: alike, while they are the same ones."""
-        return ()
 
     def step_ended(self, step: StepTrace) -> None:
         """Nothing is planned."""

@@ -1,5 +1,6 @@
 """Compute and work of the host take turns for the cores, but never wait for each other both."""
 
+import gc
 import threading
 
 import pytest
@@ -20,11 +21,15 @@ def joined(thread: threading.Thread) -> None:
 
 @pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    """Of these threads alone: others of this process may wait for ever."""
+    """Of these threads alone: others of this process may wait for ever, and so does who collects a
+    model of another test, for what that closes."""
+    gc.collect()
+    gc.disable()
     made = Waits()
     for module in (cores_module, ticket):
         monkeypatch.setattr(module, "WAITS", made)
-    return made
+    yield made
+    gc.enable()
 
 
 @pytest.fixture

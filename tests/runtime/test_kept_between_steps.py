@@ -923,7 +923,7 @@ def test_a_parameter_that_becomes_another_is_seen_by_the_next_step(planned):
 def test_a_step_of_a_plan_in_force_keeps_all_of_it(planned, monkeypatch):
     """What this file is about, as long as nothing changes."""
     (model, _, _), _ = planned
-    same_after_each(planned, (usual, usual))  # the plan is in force again
+    same_after_each(planned, (usual,) * 4)  # the plan is in force again, and was reviewed
     session = session_behind(model)
     seen = [session.controller._last]
     looked_at = type(session).entries
@@ -937,6 +937,20 @@ def test_a_step_of_a_plan_in_force_keeps_all_of_it(planned, monkeypatch):
         same_after_each(planned, (usual,))
         seen.append(session.controller._last)
     assert all(step is seen[0] for step in seen)
+
+
+def test_an_entry_whose_handle_cannot_be_made_leaves_nothing(store, monkeypatch):
+    def fails(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    entry = near_entry(store, 1.0)
+    key = entry.key
+    with monkeypatch.context() as broken:
+        broken.setattr(torch, "frombuffer", fails)
+        with pytest.raises(MemoryError):
+            store.handle(entry)
+    store.enter("")
+    assert key not in store._entries
 
 
 def test_gradients_of_which_one_cannot_be_wrapped_leave_nothing(monkeypatch):

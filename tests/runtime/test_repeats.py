@@ -275,3 +275,15 @@ def test_nothing_is_kept_of_a_model_that_is_gone(tmp_path):
     assert_same(plain, tiered)
     session = session_behind(tiered)
     assert all(len(known) <= 8 for known in session.repeats.values())
+
+
+def test_a_plain_tensor_may_stand_where_a_tiered_one_was(tmp_path):
+    model = on_disk(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path)
+    first, second = model[0].weight, model[1].weight
+    before, plain = first.detach().clone(), torch.ones(8, 8)
+    with torch.no_grad():
+        for _ in range(4):  # so that the call is kept
+            torch._foreach_mul_([first, second], 2.0)
+        torch._foreach_mul_([first, plain], 2.0)
+    assert torch.equal(first, 32 * before)
+    assert plain.eq(2.0).all()

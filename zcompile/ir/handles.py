@@ -105,20 +105,20 @@ def bind(entry: Held) -> None:
     _ENTRIES[entry.key] = tie_to(entry, _GONE, entry.key)
 
 
-def handle_of(key: int, died: Dead) -> tuple[Tensor, Tie]:
-    """A 0-dim tensor that stands for `key`, and the tie by which `died` is told of its end: to its
-    memory, which dies with its storage.
+def memory_of(key: int, died: Dead) -> tuple[Any, Tie]:
+    """The memory of a handle that stands for `key`, and the tie by which `died` is told of its end.
 
-    The storage is what counts: autograd may keep the handle for backward after whoever held it is
-    gone.
+    It dies with the storage of the handle, which is what counts: autograd may keep the handle for
+    backward after whoever held it is gone. The tie is kept before the handle is made, so that the
+    end is told where that fails.
     """
     memory = _Number(_spread(key))
-    return _over(memory), tie_to(memory, died, key)
+    return memory, tie_to(memory, died, key)
 
 
-def _over(memory: Any) -> Tensor:
-    """A handle over 8 bytes of memory; no view of another tensor, of which tracing would make a
-    stand-in too."""
+def handle_over(memory: Any) -> Tensor:
+    """The handle over its memory: a 0-dim tensor, and no view of another, of which tracing would
+    make a stand-in too."""
     return torch.frombuffer(memory, dtype=torch.int64).squeeze_()
 
 
@@ -232,7 +232,7 @@ def claimed(handle: Tensor, param: Tensor) -> Tensor:
     memory[0], memory.root = _spread(key), root
     share = Share(key, of, param, tie_to(memory, _LEFT, key))
     _SHARES[key] = _SHARES_OF.setdefault(of, {})[key] = share
-    return counted_with(root, _over(memory))
+    return counted_with(root, handle_over(memory))
 
 
 def shows(param: Any, layout: object) -> None:

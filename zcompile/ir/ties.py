@@ -31,7 +31,7 @@ class Tie(weakref.ref[Any]):
     was.
 
     The reference works only as long as somebody keeps it. `tie_to` makes it: a constructor of its
-    own would take three times as long, and each gradient has three ties.
+    own would take twice as long and more, and each gradient has three ties.
     """
 
     __slots__ = ("mark",)

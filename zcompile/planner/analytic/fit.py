@@ -110,7 +110,10 @@ def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Esti
         Way.RECOMPUTED_FROM_HOST: saved_block + 2 * decoder.hidden * element,
     }[way]
     largest = decoder.largest_parameters * element
-    held = math.ceil(tokens * (on_device + head)) + largest  # and one gradient on its way
+    held = math.ceil(tokens * (on_device + head))
+    # Gradients stay where activations were, until the optimizer has read them. Where not all have
+    # room there, one is on its way beside them.
+    held += 0 if gradients <= held else largest
     # What rests where.
     device, host = machine.tiers["device"], machine.tiers["host"]
     host -= staging_size(host).nbytes
@@ -122,7 +125,6 @@ def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Esti
     resident = min(weights, max(0, resident))
     room = max(0, device - held - resident - (largest if resident < weights else 0))
     states_here = min(states, room)
-    # Gradients stay where activations were, until the optimizer has read them.
     gradients_here = min(gradients, max(0, device - resident - states_here))
     activations = inputs if way is Way.RECOMPUTED_FROM_HOST else 0
     if activations > host:

@@ -659,8 +659,8 @@ class Store:
 
     def handle(self, entry: Entry) -> Tensor:
         """The handle of a new entry, which is freed when the last use of its handle has died."""
-        handle, entry.tie = handles.handle_of(entry.key, self._dead)
-        return handle
+        memory, entry.tie = handles.memory_of(entry.key, self._dead)
+        return handles.handle_over(memory)
 
     def holds(self, entry: Entry) -> bool:
         """Whether the entry is alive: False once the last use of its handle has died."""

@@ -47,6 +47,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
+from zcompile.errors import quoted
 from zcompile.ir import ops
 from zcompile.ir.fusions import fused_of, fusion_of, fusions_of, made_by
 from zcompile.ir.graph import (
@@ -525,7 +526,8 @@ class Footprint:
     def where(self) -> str:
         """Place of the peak, for people."""
         node = self.nodes[self.peak_at]
-        return f"{phase_of(node).value} pass of {module_of(node) or 'the model'}"
+        module = module_of(node)
+        return f"{phase_of(node).value} pass of {quoted(module) if module else 'the model'}"
 
     def as_curve(self) -> MemoryCurve:
         """The curve as data that outlives the graph."""

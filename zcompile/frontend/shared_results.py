@@ -74,8 +74,9 @@ def _shared(graph: fx.Graph, results: list[fx.Node]) -> list[fx.Node]:
 def _memory(node: fx.Node) -> int | None:
     """A number for the memory of a plain tensor; None for all else.
 
-    What a function under `torch.func` computes is no result: what leaves that function is a tensor
-    of its own, which torch makes of it.
+    What a function under `torch.func` computes is no result, but what torch makes of it where it
+    leaves the function. Two views that leave one are not seen to be of one memory: torch refuses
+    the graph.
     """
     value = node.meta.get("example_value")
     if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value):

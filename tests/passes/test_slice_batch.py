@@ -27,6 +27,7 @@ from zcompile.passes.slice_batch.axes import Axis
 from zcompile.passes.slice_batch.rewrite import ranges
 from zcompile.passes.slice_batch.stages import batch_graph, counts_of
 from zcompile.passes.tile_tokens import TileTokens
+from zcompile.passes.trial import Trial
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-6}
 """Largest difference in units of the largest number of a result, as of slices of tokens: some
@@ -364,17 +365,71 @@ def test_without_slices_such_a_budget_is_refused():
         joint.copy(budget_bytes=tight(joint)).through(*LATER)
 
 
+def offered(refused: BudgetExceeded) -> int:
+    return int(re.search(r"device_memory='?(\d+)", str(refused))[1])
+
+
 def test_a_refusal_offers_a_budget_that_does_in_slices():
     """Less than what does without, and not far from the least that does."""
     joint = attentive(4, 16)
     held = footprint(joint.graph, joint.plan.params).peak
-    with pytest.raises(BudgetExceeded, match="runs in slices") as refused:
+    with pytest.raises(
+        BudgetExceeded, match="runs in slices of tokens or the batch there"
+    ) as refused:
         joint.copy(budget_bytes=held * 9 // 20).through(*PASSES)
-    offered = int(re.search(r"device_memory='?(\d+)", str(refused.value))[1])
-    assert offered < refused.value.needed_bytes
-    assert joint.copy(budget_bytes=offered).through(*PASSES).plan.batch is not None
+    offer = offered(refused.value)
+    assert offer < refused.value.needed_bytes
+    assert joint.copy(budget_bytes=offer).through(*PASSES).plan.batch is not None
     with pytest.raises(BudgetExceeded):
-        joint.copy(budget_bytes=offered * 3 // 4).through(*PASSES)
+        joint.copy(budget_bytes=offer * 3 // 4).through(*PASSES)
+
+
+@pytest.mark.parametrize("percent", [30, 40])
+def test_an_offer_in_slices_costs_few_trials(percent, caught, monkeypatch):
+    """Of graphs in slices, which are large."""
+    joint = caught("vit")
+    budget = footprint(joint.graph, joint.plan.params).peak * percent // 100
+    tried: list[int] = []
+    on_copy = Trial.on_copy
+
+    def counted(trial, graph, plan):
+        if plan.batch and plan.budget_bytes != budget:
+            tried.append(plan.budget_bytes)
+        return on_copy(trial, graph, plan)
+
+    monkeypatch.setattr(Trial, "on_copy", counted)
+    with pytest.raises(
+        BudgetExceeded, match="runs in slices of tokens or the batch there"
+    ) as refused:
+        joint.copy(budget_bytes=budget).through(*PASSES)
+    assert tried[-1] == offered(refused.value)
+    assert len(tried) <= 6  # three guesses, each with two cuts of weights
+    assert joint.copy(budget_bytes=tried[-1]).through(*PASSES).plan.batch is not None
+
+
+class OverSamples(nn.Module):
+    """Adds up the samples, of a value that slices of the batch do not make any smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.cumsum(self.a(x).tanh(), 0).sin())
+
+
+@pytest.mark.parametrize("percent", [42, 70, 98])
+def test_a_refusal_offers_no_slices_where_the_graph_fits_whole(percent):
+    torch.manual_seed(0)
+    joint = catch(OverSamples(), torch.randn(64, 32))
+    held = footprint(joint.graph, joint.plan.params).peak
+    with pytest.raises(BudgetExceeded) as refused:
+        joint.copy(budget_bytes=held * percent // 100).through(*PASSES)
+    assert "slices" not in str(refused.value)
+    offer = offered(refused.value)
+    assert offer == refused.value.needed_bytes
+    plan = joint.copy(budget_bytes=offer).through(*PASSES).plan
+    assert not plan.sliced
 
 
 def test_a_batch_whose_size_is_dynamic_stays_whole():

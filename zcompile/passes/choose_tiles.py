@@ -3,7 +3,7 @@ tell."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import ClassVar
 
@@ -26,7 +26,7 @@ from zcompile.passes.tile_matmuls import gathered_values
 from zcompile.passes.tile_matmuls.sizes import GatheredValue, alive, cut_candidates, peak
 from zcompile.passes.tile_tokens import why_not_sliced, write_slices
 from zcompile.passes.tile_tokens.regions import Region, regions_of, slice_candidates
-from zcompile.passes.trial import SPARE, BudgetSearch, Trial, between, least_between
+from zcompile.passes.trial import SPARE, BudgetSearch, Trial, between
 
 UPPER_BOUND_FACTOR = 1.125
 """Bytes counted before the other passes, times this, are at least as many as counted after them."""
@@ -36,6 +36,8 @@ then, that is due to something else."""
 CUTS = 2
 """Most cuts of weights that are tried out beside slices, the coarsest first; a slice reads all
 tiles."""
+GUESSES = 3
+"""Most budgets that are tried to offer one that does in slices, each with `CUTS` at most."""
 HOPELESS = 2
 """Ratio of need to budget from which on finer tiles are not tried out beside slices."""
 GROWTH, ENOUGH = 2, 2000
@@ -109,16 +111,14 @@ class ChooseTiles(Pass):
         if upper_bound <= budget and not coarsest:
             return replace(plan, cuts=coarsest)
         whole = _CutSearch(graph, plan, self.tile_bytes, self.trial, self.narrows)
-        slices = _AnySlices(whole, regions, _BatchSearch(whole, batch), upper_bound)
+        slices, nearest = _AnySlices(whole, regions, batch, upper_bound), None
         if self.slices and upper_bound > budget:
-            plan = slices.of_tokens(budget)
-            if plan.cuts is None and not whole.fits(budget, upper_bound):
-                plan = slices.batch.planned(plan, budget)
+            plan, nearest = slices.planned(budget)
         if plan.cuts is None:
             try:
                 plan = replace(plan, cuts=whole.search().best(budget, upper_bound))
             except BudgetExceeded as error:
-                refused = slices.offered(error) if self.slices else error
+                refused = slices.offered(error, nearest) if nearest else error
                 for note in plan.notes:
                     if note.by == self.name:
                         refused.add_note(note.text)
@@ -218,14 +218,15 @@ class _CutSearch:
             hopeless=hopeless,
         )
 
-    def fits(self, budget: int, upper_bound: int) -> bool:
-        """Whether some cuts make it fit; larger budgets are tried before one that is far below."""
+    def fitting(self, budget: int, upper_bound: int) -> Cuts | None:
+        """The first cuts that make it fit; larger budgets are tried before one that is far below.
+        None, if there are none."""
         try:
             for tried in (*between(budget, upper_bound), budget):
-                self.search().first(tried)
+                cuts = self.search().first(tried)
         except BudgetExceeded:
-            return False
-        return True
+            return None
+        return cuts
 
     def refused(self, cuts: Cuts, budget: int) -> BudgetExceeded | None:
         """The refusal of what comes after; None, if everything fits."""
@@ -248,16 +249,32 @@ class _CutSearch:
         return replace(plan, activations=made.activations, activation_cost=made.activation_cost)
 
 
+@dataclass(frozen=True)
+class _Nearest:
+    """Slices that did not fit and need least of those that were tried.
+
+    needed  bytes
+    within  tries them within another budget, with cuts of weights
+
+            raises  BudgetExceeded
+    """
+
+    needed: int
+    within: Callable[[int], Cuts]
+
+
 class _SliceSearch:
     """Tries out slices of the regions of a graph, with cuts of its weights.
 
-    why   sentences on large values that are not sliced
-    cuts  of weights, with which the slices that were found fit
+    why      sentences on large values that are not sliced
+    cuts     of weights, with which the slices that were found fit
+    nearest  to fit, of what was tried last; None: no slices were
     """
 
     def __init__(self, whole: _CutSearch, regions: Sequence[Region], why: Sequence[str]) -> None:
         self.whole, self.regions, self.why = whole, regions, why
         self.cuts: Cuts = {}
+        self.nearest: _Nearest | None = None
 
     def planned(self, budget: int, upper_bound: int) -> GraphPlan:
         """The plan with slices, if it takes any, and the cuts beside them.
@@ -293,16 +310,19 @@ class _SliceSearch:
             if sliced and nodes > most:
                 return None
             try:
-                self.cuts = self._cuts(slices, budget, sliced)
+                self.cuts = self._cuts(slices, budget, sliced=sliced)
             except BudgetExceeded as error:
                 if sliced and least is not None and error.needed_bytes >= least:
                     return None  # more slices do not help
                 least = error.needed_bytes if sliced else None
+                if sliced:
+                    again = partial(self._cuts, slices, sliced=True)
+                    self.nearest = _Nearest(error.needed_bytes, again)
             else:
                 return slices
         return None
 
-    def _cuts(self, slices: Slices, budget: int, sliced: bool) -> Cuts:
+    def _cuts(self, slices: Slices, budget: int, *, sliced: bool) -> Cuts:
         """The cuts of weights with which the slices fit.
 
         raises  BudgetExceeded, of the cuts that need least
@@ -316,7 +336,8 @@ class _SliceSearch:
 
 @dataclass
 class _AnySlices:
-    """Tries out slices of tokens, and of the batch where those are not enough.
+    """Tries out slices of tokens, and of the batch where neither those nor cuts of weights alone
+    are enough.
 
     regions      of tokens
     upper_bound  a budget that should hold everything, whole
@@ -324,83 +345,92 @@ class _AnySlices:
 
     whole: _CutSearch
     regions: Sequence[Region]
-    batch: "_BatchSearch"
+    batch: _LateBatch
     upper_bound: int
 
-    def of_tokens(self, budget: int) -> GraphPlan:
-        """The plan with slices of tokens that fit, and cuts beside them; where nothing fits, both
-        are left open."""
+    def planned(self, budget: int) -> tuple[GraphPlan, _Nearest | None]:
+        """The plan with the slices that fit, if it takes any, and the cuts beside them; where
+        nothing fits, both are left open. Beside it the slices that are nearest to fit."""
+        plan, tokens = self._of_tokens(budget)
+        if plan.cuts is not None:
+            return plan, tokens
+        cuts = self.whole.fitting(budget, self.upper_bound)
+        if cuts is not None:
+            return replace(plan, cuts=cuts), tokens
+        plan, samples = _BatchSearch(self.whole, self.batch).planned(plan, budget)
+        tried = [found for found in (tokens, samples) if found is not None]
+        return plan, min(tried, key=lambda found: found.needed, default=None)
+
+    def _of_tokens(self, budget: int) -> tuple[GraphPlan, _Nearest | None]:
         least = budget // SMALL
         regions = [r for r in self.regions if r.demand.sliced > least]
         why = why_not_sliced(self.whole.graph, regions, least)
         if not regions and not why:
-            return self.whole.plan
-        return _SliceSearch(self.whole, regions, why).planned(budget, self.upper_bound)
+            return self.whole.plan, None
+        search = _SliceSearch(self.whole, regions, why)
+        return search.planned(budget, self.upper_bound), search.nearest
 
-    def fit(self, budget: int) -> bool:
-        """Whether some slices make it fit."""
-        plan = self.of_tokens(budget)
-        if plan.cuts is None:
-            plan = self.batch.planned(plan, budget)
-        return plan.cuts is not None
-
-    def offered(self, refused: BudgetExceeded) -> BudgetExceeded:
+    def offered(self, refused: BudgetExceeded, nearest: _Nearest) -> BudgetExceeded:
         """The refusal of a graph that stays whole, with a budget that does in slices, if that is
-        less."""
-        low, enough = refused.budget_bytes, refused.needed_bytes
-        # A first guess: what the slices need that were tried within the budget.
-        guess = (self.batch.needed or enough) * (SPARE + 1) // SPARE
-        found = enough
-        if low < guess < enough:
-            low, found = (low, guess) if self.fit(guess) else (guess, enough)
-        found = least_between(low, found, self.fit)
-        if found == enough:
+        less: a little more than the slices need that are nearest to fit."""
+        needed = nearest.needed
+        for _ in range(GUESSES):
+            offer = needed * (SPARE + 1) // SPARE
+            if offer >= refused.needed_bytes:
+                return refused
+            try:
+                nearest.within(offer)
+            except BudgetExceeded as error:
+                needed = max(offer, error.needed_bytes)
+            else:
+                break
+        else:
             return refused
+        where, enough, more = refused.where, refused.needed_bytes, more_device_memory(offer)
+        if self.whole.fitting(offer, self.upper_bound) is None:
+            where = f"without slices, {where}"
+            more += " (it runs in slices of tokens or the batch there, which changes the last bits)"
+        else:
+            enough = offer
+        todo = f"{more}, or a smaller batch"
         return BudgetExceeded(
-            refused.tier,
-            refused.budget_bytes,
-            enough,
-            f"{refused.where} where nothing runs in slices",
-            refused.alive,
-            f"{more_device_memory(found)}, with which it runs in slices, whose sums round, or a "
-            "smaller batch",
+            refused.tier, refused.budget_bytes, enough, where, refused.alive, todo
         )
 
 
 @dataclass
 class _BatchSearch:
-    """Tries out slices of the batch of a graph, with cuts of its weights.
-
-    needed  least bytes that slices need which were tried last and did not fit
-    """
+    """Tries out slices of the batch of a graph, with cuts of its weights."""
 
     whole: _CutSearch
     batch: _LateBatch
-    needed: int | None = None
 
-    def planned(self, plan: GraphPlan, budget: int) -> GraphPlan:
+    def planned(self, plan: GraphPlan, budget: int) -> tuple[GraphPlan, _Nearest | None]:
         """The plan with the fewest slices that fit, and the cuts beside them; where nothing fits,
-        both are left open."""
-        found, least = self.batch.found, None
+        both are left open. Beside it the slices that are nearest to fit."""
+        found, nearest = self.batch.found, None
         for slices in counts_of(found.batch.count) if found is not None else ():
-            needed: list[int] = []
+            tried: list[_Nearest] = []
             for chosen in self._candidates(slices, budget):
+                within = partial(self._cuts, chosen)
                 try:
-                    return replace(self.whole.plan, batch=chosen, cuts=self._cuts(chosen, budget))
+                    return replace(self.whole.plan, batch=chosen, cuts=within(budget)), nearest
                 except BudgetExceeded as error:
-                    needed.append(error.needed_bytes)
+                    tried.append(_Nearest(error.needed_bytes, within))
                     if error.needed_bytes > HOPELESS * budget:
                         break
-            if least is not None and needed and min(needed) >= least:
+            if not tried:
+                continue
+            least = min(tried, key=lambda refused: refused.needed)
+            if nearest is not None and least.needed >= nearest.needed:
                 break  # more slices do not help
-            least = min(needed, default=least)
-        self.needed = least
+            nearest = least
         texts = self.batch.why(budget // SMALL)
-        if least is not None:
+        if nearest is not None:
             text = f"slices of the batch do not make it fit {show_size(budget)}"
-            texts = [f"{text}, they need {show_size(least)}", *texts]
+            texts = [f"{text}, they need {show_size(nearest.needed)}", *texts]
         notes = [Note(ChooseTiles.name, None, text) for text in texts]
-        return replace(plan, notes=(*plan.notes, *notes))
+        return replace(plan, notes=(*plan.notes, *notes)), nearest
 
     def _candidates(self, slices: int, budget: int) -> Iterator[BatchSlices]:
         """Where stages may begin: first such that they are as large as their weights permit, then

@@ -181,18 +181,13 @@ class BudgetSearch(Generic[Candidate]):
         else:
             todo = f"give zcompile.offload more device_memory than {low}, or a smaller batch"
             return refusal(nearest.needed_bytes, todo)
-        high = least_between(low, high, lambda tried: self._against(tried) is None)
+        # Down again, between the largest that fails and the smallest that does.
+        for _ in range(HALVINGS):
+            if (high - low) * NEAR <= high:
+                break
+            middle = isqrt(low * high)  # near in proportion is near enough
+            low, high = (low, middle) if self._against(middle) is None else (middle, high)
         return refusal(high, f"{more_device_memory(high)}, or a smaller batch")
-
-
-def least_between(low: int, high: int, does: Callable[[int], bool]) -> int:
-    """The least budget that is known to do: `low` does not, and `high` does."""
-    for _ in range(HALVINGS):
-        if (high - low) * NEAR <= high:
-            break
-        middle = isqrt(low * high)  # near in proportion is near enough
-        low, high = (low, middle) if does(middle) else (middle, high)
-    return high
 
 
 def between(budget: int, upper_bound: int) -> list[int]:

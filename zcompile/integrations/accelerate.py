@@ -42,7 +42,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         raises  what writing raises, on rank 0; RankZeroFailed on the others then; RankFailed;
                 Unsupported, with `save_on_each_node`
         """
-        self._refuse_files_on_each_node()
+        refuse_files_on_each_node(self.project_configuration.save_on_each_node, *self._models)
         kinds = (nn.Module, Optimizer)
         others = [held for held in self._custom_objects if isinstance(held, kinds)]
         with rank_zero_reads(*self._models, *self._optimizers, *others):
@@ -57,15 +57,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         safe_serialization: bool = True,
     ) -> None:
         """As accelerate's, with the errors of `save_state`."""
-        self._refuse_files_on_each_node()
+        refuse_files_on_each_node(self.project_configuration.save_on_each_node, model)
         with rank_zero_reads(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
-    def _refuse_files_on_each_node(self) -> None:
-        """raises  Unsupported, if a rank of each node is to save what rank 0 alone reads"""
-        if self.project_configuration.save_on_each_node and any(map(fabric_behind, self._models)):
-            raise Unsupported(
-                "save_on_each_node=True is asked for, and rank 0 alone reads a model that ranks "
-                "hold shares of",
-                "leave it out, and save to a directory that all nodes see",
-            )
+
+def refuse_files_on_each_node(asked: bool, *models: nn.Module) -> None:
+    """Refuse that a rank of each node saves what rank 0 alone reads.
+
+    asked   whether `save_on_each_node` is
+    raises  Unsupported, if it is, and ranks hold shares of a model
+    """
+    if asked and any(fabric_behind(model) is not None for model in models):
+        raise Unsupported(
+            "save_on_each_node=True is asked for, and rank 0 alone reads a model that ranks "
+            "hold shares of",
+            "leave it out, and save to a directory that all nodes see",
+        )

@@ -10,10 +10,9 @@ from typing import Any
 import accelerate
 import transformers
 
-from zcompile.checkpoint.state import fabric_behind
 from zcompile.errors import Unsupported
 from zcompile.frontend.rank_zero import rank_zero_reads
-from zcompile.integrations.accelerate import Accelerator
+from zcompile.integrations.accelerate import Accelerator, refuse_files_on_each_node
 
 LEAST_VERSION = 5
 """Of transformers: before, `Trainer.save_model` calls `_save` on rank 0 alone."""
@@ -53,23 +52,14 @@ class OverRanks:
             )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        self._refuse_files_on_each_node()
+        refuse_files_on_each_node(self.args.save_on_each_node, self.model)
         with rank_zero_reads(self.model):
             super()._save(output_dir, state_dict)  # type: ignore[misc]  # of the trainer behind
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self._refuse_files_on_each_node()
+        refuse_files_on_each_node(self.args.save_on_each_node, self.model)
         with rank_zero_reads(self.optimizer):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]  # of the same
-
-    def _refuse_files_on_each_node(self) -> None:
-        """raises  Unsupported, if a rank of each node is to save what rank 0 alone reads"""
-        if self.args.save_on_each_node and fabric_behind(self.model) is not None:
-            raise Unsupported(
-                "save_on_each_node=True is asked for, and rank 0 alone reads a model that ranks "
-                "hold shares of",
-                "leave it out, and save to a directory that all nodes see",
-            )
 
 
 class Trainer(OverRanks, transformers.Trainer):

@@ -153,7 +153,7 @@ def _told(error: BaseException) -> str:
     """An error, for people on other ranks."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  # what a class of somebody else's does is not known
+    except Exception:  # noqa: BLE001  # on purpose: who cannot say what has failed, fails all the same
         text = ""
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

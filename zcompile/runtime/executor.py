@@ -646,7 +646,7 @@ class _Call:
     def _borrow_each(self, borrows: Sequence[Borrow]) -> None:
         values, in_place = self.values, self.in_place
         lent = self.views.views(borrows, self.schedule.serial)
-        if self.schedule.outputs:  # of which none is to be one of these
+        if self.schedule.outputs:  # a result that is one of these goes out as a tensor of its own
             in_place.update(zip(map(id, lent), lent, strict=True))
         for borrow, found in zip(borrows, lent, strict=True):
             values[borrow.register] = found

@@ -604,10 +604,11 @@ class Fabric:
         then: Callable[[], None] = lambda: None,
     ) -> Promise:
         """then  is called when all have told the same, behind that and in its lane"""
-        self.check_together(f"{what} {text}".strip())
+        said = f"{what} {text}".strip()
+        self.check_together(said)
         self._calls += 1
         own = Record(self._calls, detail, value, what, text)
-        self._watch.note(f"{what} {text}".strip())
+        self._watch.note(said)
 
         def compare() -> None:
             rows = host_rows(self.size, RECORD_BYTES, torch.uint8)

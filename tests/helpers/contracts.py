@@ -404,6 +404,30 @@ def without_modes() -> None:
 
 
 @contract
+def resolving_views() -> None:
+    """Without it an op that is called within `__torch_dispatch__` reads below a conjugate view that
+    it makes itself; with it, it does not, and what torch left out there is left out as before."""
+    made: list[Tensor] = []
+
+    class Calls(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(func(*args, **(kwargs or {})))
+            before = torch._C._dispatch_tls_local_exclude_set()
+            with private.resolving_views():
+                made.append(func(*args, **(kwargs or {})))
+            assert torch._C._dispatch_tls_local_exclude_set() == before
+            return made[-1]
+
+    value = torch.randn(3, 3, dtype=torch.complex64)
+    expected = torch.linalg.pinv(value)
+    with Calls():
+        torch.linalg.pinv(value)
+    below, resolved = made
+    assert torch.equal(resolved, expected)
+    assert not torch.allclose(below, expected)
+
+
+@contract
 def is_compiling_now() -> None:
     """True where a backend is asked, in forward and when backward is compiled; False elsewhere."""
     said: list[bool] = []

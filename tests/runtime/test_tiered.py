@@ -239,8 +239,9 @@ def test_a_parameter_of_any_dtype_is_kept_printed_and_saved(dtype, tmp_path):
         lambda p: (p * p.conj()).real,
         lambda p: p.conj().imag,
         lambda p: p.resolve_conj().angle(),
+        torch.linalg.pinv,
     ],
-    ids=["conj", "mH", "real", "imag", "abs", "conj imag", "angle"],
+    ids=["conj", "mH", "real", "imag", "abs", "conj imag", "angle", "pinv"],
 )
 def test_a_complex_parameter_keeps_its_sign(read, tmp_path):
     plain, tiered = parameter_pair(lambda: torch.randn(4, 3, dtype=torch.complex64), tmp_path)

@@ -123,6 +123,8 @@ class Case:
         params: dict[int, Any] = {}
         for n, leaf in enumerate(leaves):
             if not _is_plain(leaf):
+                if isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad:
+                    leaves[n] = leaf.detach().clone().requires_grad_()  # else calls add gradients
                 continue
             if id(leaf) not in copies:
                 made = _copy_of(leaf)

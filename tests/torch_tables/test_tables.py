@@ -43,7 +43,7 @@ RARE = ["masked_fill", "prod", "tensor_split"]
 """What is listed of these is met in few samples."""
 FEW = ["add", "matmul", "diagonal", "index_put", "native_batch_norm"]
 OTHER_DTYPES = {
-    "complex64": ["mul", "real", "conj", "linalg.qr"],
+    "complex64": ["mul", "real", "conj", "linalg.qr", "linalg.pinv"],
     "bfloat16": ["add", "sum"],
     "int64": ["add", "cumsum", "bitwise_and"],
     "bool": ["logical_and", "any"],

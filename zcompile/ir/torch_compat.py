@@ -671,6 +671,20 @@ def is_saved_by_graphs(param: Any) -> bool:
     return bool(param._use_count() > 2)
 
 
+def resolving_views() -> Any:
+    """A context: what is called in it computes with the values of conjugate and negative views.
+
+    An op that makes such a view of a plain tensor on its way (`pinv` of complex numbers) relies on
+    that. Within `__torch_dispatch__` torch takes it from all that is called, since operands have
+    passed it, and then the next kernel reads the memory below the view: other numbers, no error.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (DispatchKey.Conjugate, DispatchKey.Negative):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded)
+
+
 def is_lazy(tensor: Tensor) -> bool:
     """Whether the memory of `tensor` does not hold its values.
 

@@ -25,6 +25,7 @@ from zcompile.ir.graph import UNANNOTATED_VIEWS
 from zcompile.ir.torch_compat import (
     Dispatched,
     memory_of,
+    resolving_views,
     says_not_resizable,
     storage_of,
     trees,
@@ -471,7 +472,9 @@ def _gather_and_run(cls: type, app: Application) -> Any:
 
     try:
         args, kwargs = trees.tree_map(full, (app.args, app.kwargs))
-        result = app.func(*args, **kwargs)
+        is_complex = any(tensor.is_complex() for tensor in app.tensors())
+        with resolving_views() if is_complex else nullcontext():
+            result = app.func(*args, **kwargs)
     except RuntimeError as error:
         if not says_not_resizable(error):
             raise

@@ -190,3 +190,27 @@ def test_batch_norm_in_training_is_that_of_aot_eager_to_the_bit(tmp_path):
         for a, b in zip(plain.parameters(), tiered.parameters(), strict=True):
             assert_equal(a.grad, b.grad)
     assert_alike(plain, tiered)
+
+
+class PseudoInverse(nn.Module):
+    """An op of complex numbers that makes conjugate views on its way."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.linalg.pinv(self.weight * x).abs().sum()
+
+
+@MODES
+def test_complex_numbers_are_those_of_plain_torch_from_the_first_call_on(mode, tmp_path):
+    """Which torch looks at by a mode, under which it computes others (pytorch/pytorch#198118)."""
+    plain = PseudoInverse()
+    tiered = zcompile.offload(copy.deepcopy(plain), disk=tmp_path, **ON_DISK)
+    call, inputs = called(tiered, mode), [torch.tensor(1.0), torch.tensor(2.0)]
+    for x in inputs:
+        assert torch.equal(call(x), plain(x))
+    trained(plain, plain, inputs, lambda loss: loss)
+    trained(tiered, call, inputs, lambda loss: loss)
+    assert_alike(plain, tiered)

@@ -428,6 +428,33 @@ def resolving_views() -> None:
 
 
 @contract
+def without_first_look() -> None:
+    """The first call of a graph is under a mode of torch, and not what is called without it; modes
+    of the user are there in both."""
+    seen: list[tuple[str, bool]] = []
+
+    def looks(what, args):
+        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        seen.append((what, any(isinstance(mode, private._FIRST_LOOK) for mode in stack)))
+        assert any(isinstance(mode, Counting) for mode in stack)
+        return gm.forward(*args)
+
+    gm = fx.symbolic_trace(lambda x: (x.sin(),))
+    plain = private.boxed(functools.partial(looks, "plain"))
+    without = private.without_first_look(functools.partial(looks, "without"))
+    for call in (plain, without):
+
+        def compiler(gm, inputs, call=call):
+            return call
+
+        backend = private.aot_backend(compiler, compiler, compiler, private.cut)
+        with Counting():
+            torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(2))
+        torch._dynamo.reset()
+    assert seen == [("plain", True), ("without", False)]
+
+
+@contract
 def is_compiling_now() -> None:
     """True where a backend is asked, in forward and when backward is compiled; False elsewhere."""
     said: list[bool] = []

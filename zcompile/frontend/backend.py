@@ -44,6 +44,7 @@ from zcompile.ir.torch_compat import (
     pin_phase,
     save_unchecked,
     unheard_graphs,
+    without_first_look,
     without_modes,
     without_python_kernels,
 )
@@ -311,7 +312,8 @@ class _Graph:
         self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: Mapping[NodeName, int]
     ) -> Callable[..., Any]:
         with working(f"scheduling {told_as} of {self.watch.name}"):
-            return self._scheduled(gm, phase, told_as, sinks)
+            call = self._scheduled(gm, phase, told_as, sinks)
+            return without_first_look(call) if _has_complex_values(gm.graph) else call
 
     def _scheduled(
         self, gm: fx.GraphModule, phase: Phase, told_as: str, sinks: Mapping[NodeName, int]
@@ -415,6 +417,11 @@ class _Graph:
 
 def _reads_no_copies() -> None:
     """What reads copies in place of a schedule of dynamic sizes: nothing does yet."""
+
+
+def _has_complex_values(graph: fx.Graph) -> bool:
+    values = (node.meta.get("val") for node in graph.nodes)
+    return any(isinstance(value, torch.Tensor) and value.is_complex() for value in values)
 
 
 def _refuse_sparse(graph: fx.Graph) -> None:

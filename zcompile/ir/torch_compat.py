@@ -35,6 +35,7 @@ from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback as _falls_back
+from torch._functorch._aot_autograd import runtime_wrappers as _runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -54,6 +55,8 @@ from torch.utils import _pytree as trees
 from torch.utils._foreach_utils import _foreach_supported_types as _foreach_lists
 from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as _current_mode
+from torch.utils._python_dispatch import _pop_mode_temporarily as _without_current_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy as _CheckpointPolicy
 
@@ -81,6 +84,8 @@ _GRAD: Any = vars(torch._C.TensorBase)["grad"]
 _GRAD_FN: Any = vars(torch._C.TensorBase)["grad_fn"]
 _ACCUMULATES: Any = vars(torch._C._functions)["AccumulateGrad"]
 _sequence_number: Any = vars(torch.autograd)["_get_sequence_nr"]
+
+_FIRST_LOOK: Any = getattr(_runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", ())
 
 no_torch_function = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that acts at dispatch only."""
@@ -283,6 +288,24 @@ def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     """`function` takes one list, which it may empty: the boxed calling convention."""
     function._boxed_call = True  # type: ignore[attr-defined]  # the convention's marker
     return function
+
+
+def without_first_look(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    """A boxed `function` that is called without the mode in which torch looks for aliases among the
+    results of custom ops, in the first call of a graph.
+
+    Under any mode an op of complex numbers reads below conjugate views that it makes itself
+    (`resolving_views`), so that the first call of a graph had other numbers than the second
+    (pytorch/pytorch#198118).
+    """
+
+    def call(args: list[Any]) -> Any:
+        if not isinstance(_current_mode(), _FIRST_LOOK):
+            return function(args)
+        with _without_current_mode():
+            return function(args)
+
+    return boxed(call)
 
 
 def handle_input(node: fx.Node) -> int | None:

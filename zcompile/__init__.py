@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zcompile.config import Config
     from zcompile.errors import ZinfError
     from zcompile.frontend.dry_run.plan import plan
+    from zcompile.frontend.no_sync import no_sync
     from zcompile.frontend.offload import close, init, offload, offloaded
     from zcompile.frontend.rank_zero import rank_zero_reads
     from zcompile.frontend.stats import stats
@@ -33,6 +34,7 @@ __all__ = [
     "errors",
     "init",
     "load",
+    "no_sync",
     "offload",
     "offloaded",
     "plan",
@@ -48,6 +50,7 @@ _HOMES = {
     "close": "zcompile.frontend.offload",
     "init": "zcompile.frontend.offload",
     "load": "zcompile.checkpoint.checkpoint",
+    "no_sync": "zcompile.frontend.no_sync",
     "offload": "zcompile.frontend.offload",
     "offloaded": "zcompile.frontend.offload",
     "plan": "zcompile.frontend.dry_run.plan",

@@ -212,7 +212,8 @@ class Config:
                 "reduction",
                 self.reduction,
                 "is not there; 'ordered' sums gradients in the order of ranks, and a rank receives "
-                "no more bytes for it than for a reduce-scatter",
+                "no more bytes for it than for a reduce-scatter; zcompile.no_sync exchanges once "
+                "for several micro-batches",
             )
         self._check_stage()
         self._check_partition()
@@ -256,7 +257,8 @@ class Config:
                 stage,
                 "is not there: a rank would add up the gradients of its micro-batches before those "
                 "of other ranks are added, which rounds otherwise than reduction='ordered' does; "
-                "stage=2 moves as many bytes with one micro-batch in a step",
+                "stage=2 moves as many bytes, with one micro-batch in a step, or with all but the "
+                "last within zcompile.no_sync",
             )
         if stage != "auto" and self.mesh is False:
             raise ConfigInvalid(

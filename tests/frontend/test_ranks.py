@@ -247,6 +247,20 @@ def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
         assert report.bound_seconds <= report.step_seconds
 
 
+def test_a_plan_of_micro_batches_within_no_sync_exchanges_once():
+    weights, small, ranks, times = 2 * 256 * 512 * 4, (256 + 512) * 4, 8, 3
+    report = planned(ranks, 3, micro_batches=times, no_sync=True)
+    crosses = {row.link: row.nbytes for row in report.links}["rank_to_rank"]
+    gathered, exchanged = times * (weights + weights // 2), weights
+    assert crosses == (gathered + exchanged) * (ranks - 1) // ranks + small * (ranks - 1)
+    assert report.micro_batches == times
+    # Of gradients each rank has room for all.
+    gradients = sum(row.gradients for row in report.tiers)
+    assert gradients == weights + small
+    assert report.bound_seconds <= report.step_seconds
+    assert report.floor_seconds <= report.step_seconds
+
+
 def test_a_plan_of_owners_brings_what_one_of_them_holds():
     weight, small, ranks = 256 * 512 * 4, (256 + 512) * 4, 4
     report = planned(ranks, partition="owner")
@@ -297,6 +311,8 @@ def test_zinf_plan_takes_a_number_of_ranks(zinf):
     assert code == 0
     assert "one of 2 ranks" in out
     assert "rank" not in zinf(*words, "h200-node", "--ranks", "1")[1]
+    steps = (*words, "h200-node", "--ranks", "2", "--micro-batches", "3", "--json")
+    assert zinf(*steps, "--no-sync")[1] != zinf(*steps)[1]
     for machine, ranks, says in (
         ("h200-node", "12", "do not fill nodes of ranks_per_node=8"),
         ("desktop-24gb", "2", "add links.rank_to_rank"),

@@ -56,7 +56,7 @@ def call_agreeing(ahead):
             begin_agreement=lambda *x: begun.append(x) or SimpleNamespace(ticket="promise")
         ),
         schedule=SimpleNamespace(name="graph0", collectives=(), narrow_gradients={}),
-        call_digests=SimpleNamespace(of=lambda schedule, entries: b"this call"),
+        digest_of_call=lambda schedule, entries: b"this call",
         gradients=SimpleNamespace(exchanged=None),
         entries=(),
         leaves=(),

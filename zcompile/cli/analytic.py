@@ -94,7 +94,7 @@ def scale_answer(args: argparse.Namespace) -> Answer:
         if sweep is not None:
             raise ConfigInvalid("sweep", sweep, "means nothing to --paper; leave it out")
         return paper_answer(args.paper, getattr(args, "plot", None))
-    for option, usual in (("optimizer", "adamw"), ("micro_batches", 1)):
+    for option, usual in (("optimizer", "adamw"), ("micro_batches", 1), ("no_sync", False)):
         if (given := getattr(args, option, usual)) != usual:
             why = "means nothing to transformer:..., planned from its shape alone; leave it out"
             raise ConfigInvalid(option.replace("_", "-"), given, why)

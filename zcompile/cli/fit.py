@@ -84,7 +84,8 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.optimizer not in STATES:
         raise ConfigInvalid("optimizer", args.optimizer, nearest(args.optimizer, STATES))
-    for option, usual in (("batch", 1), ("micro_batches", 1), ("shape", None), ("sweep", None)):
+    usually = {"batch": 1, "micro_batches": 1, "no_sync": False, "shape": None, "sweep": None}
+    for option, usual in usually.items():
         if (given := getattr(args, option)) != usual:
             why = "means nothing to --fit, which looks for the largest batch; leave it out"
             raise ConfigInvalid(option.replace("_", "-"), given, why)

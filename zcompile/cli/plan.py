@@ -235,6 +235,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="passes per optimizer step; default 1",
     )
     parser.add_argument(
+        "--no-sync",
+        action="store_true",
+        help="ranks exchange gradients once for all of those, within zcompile.no_sync",
+    )
+    parser.add_argument(
         "--ranks",
         type=int,
         metavar="N",
@@ -322,7 +327,7 @@ def _walked(args: argparse.Namespace) -> Answer:
     inputs = example_inputs(model, args.batch, args.seq, args.shape)
 
     def trace(at: Any) -> Any:
-        return plan.trace(model, inputs, at, args.optimizer, args.micro_batches)
+        return plan.trace(model, inputs, at, args.optimizer, args.micro_batches, args.no_sync)
 
     if sweep is not None:
         points = tuple(_points(trace, terms, *sweep))

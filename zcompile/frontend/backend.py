@@ -52,7 +52,7 @@ from zcompile.ir.types import EntryKind, MemoryProfile, NodeName, ParamName, Par
 from zcompile.machine.files import find as find_machine
 from zcompile.memory.footprint import Size, footprint, memory_profile
 from zcompile.memory.sized import SizedSchedule, SizeReader, Sizes, sizes_as
-from zcompile.passes.arrange import arrange
+from zcompile.passes.arrange import arrange, without_exchanges
 from zcompile.passes.build_program import program_of
 from zcompile.passes.instrument import Watcher, open_run
 from zcompile.passes.narrow_params import (
@@ -342,6 +342,8 @@ class _Graph:
         meter.count("distinct_regions", len({*keys} - known))
         reader = SizeReader(gm.graph)
         self._offer_copies(session, gm, told_as, sinks, schedule, fixed=not reader.names)
+        if session.fabric is not None and phase is Phase.BACKWARD:
+            session.may_exchange_later(schedule.serial, cache(partial(self._summing, schedule)))
         if not reader.names:
             return boxed(_bound(self.session, lambda args: schedule))
 
@@ -401,6 +403,21 @@ class _Graph:
         verify_schedule(schedule)
         return schedule
 
+    def _summing(self, exchanging: Schedule) -> Schedule:
+        """The schedule that a backward walks within `no_sync`, proven; of what reads low-precision
+        copies in place of that as well."""
+        session = self.session()
+        assert session is not None
+        made = _summing_alone(exchanging, self.config)
+        if made is not exchanging and session.offers_copies(exchanging.serial):
+
+            def reading_copies() -> Schedule | None:
+                narrow = session.reading_copies(exchanging.serial)
+                return None if narrow is None else _summing_alone(narrow, self.config)
+
+            session.may_read_copies(made.serial, cache(reading_copies))
+        return made
+
     def _holds(self, graph: fx.Graph, schedule: Schedule, size: Size) -> MemoryProfile:
         """Live bytes of calls of the graph of one phase, where `size` evaluates dynamic sizes."""
         assert self.plan is not None
@@ -413,6 +430,14 @@ class _Graph:
         if not schedule.trains:
             return memory_profile(schedule, held)
         return replace(memory_profile(schedule, held, kept), ahead_bytes=joint.peak)
+
+
+def _summing_alone(exchanging: Schedule, config: Config) -> Schedule:
+    """`exchanging` as a backward within `no_sync`, proven."""
+    made = without_exchanges(exchanging, config.max_lead)
+    if made is not exchanging:
+        verify_schedule(made)
+    return made
 
 
 def _reads_no_copies() -> None:
@@ -541,6 +566,15 @@ def _bound(
         alive = session()
         assert alive is not None, "the handles among the inputs keep their session"
         with torch.no_grad():
-            return alive.executor.run(at(args), args)
+            return alive.executor.run(_as_synced(alive, at(args)), args)
 
     return call
+
+
+def _as_synced(session: Session, schedule: Schedule) -> Schedule:
+    """`schedule`, or what a backward walks in its place within `no_sync`."""
+    if schedule.phase is not Phase.BACKWARD or not session.gradients.within_no_sync:
+        return schedule
+    made = session.summing_alone(schedule.serial)
+    same = made.holds.sizes == schedule.holds.sizes
+    return made if same else replace(made, holds=schedule.holds)

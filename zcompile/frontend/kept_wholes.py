@@ -266,7 +266,7 @@ class KeptWholes:
             text += f", {sum(map(bool, wholes))} of {len(wholes)} weights are kept whole"
         # With it goes what a call would compare before its first collective: one agreement less.
         read, executor = self._reading(schedule, own), self.session.executor
-        detail = executor.call_digests.of(read, (*entries, *copies_of(read, entries)))
+        detail = executor.digest_of_call(read, (*entries, *copies_of(read, entries)))
         value = digest_of(own, detail)
         told = self._fabric.compare(schedule.call_kind, value, len(own), text=text)
         if len(set(told)) == 1:

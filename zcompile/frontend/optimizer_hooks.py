@@ -92,6 +92,8 @@ def _begin(
                 durable.check_step(session, optimizer)
                 session.begin_step(type(optimizer).__name__)
                 begun.append(session)
+            if not any(map(callable, (*args[1:], *kwargs.values()))):
+                _check_exchanged(tiered)  # else the closure may exchange them
             _adopt(optimizer, tiered)
     except BaseException:
         for session in begun:
@@ -126,7 +128,9 @@ def _outside_the_step(
             with deferred_interrupts():
                 for session in sessions:
                     durable.check_step(session, optimizer)
-                _adopt(optimizer, _tiered_params(optimizer))
+                tiered = _tiered_params(optimizer)
+                _check_exchanged(tiered)
+                _adopt(optimizer, tiered)
         except BaseException:
             if first:
                 for session in sessions:
@@ -136,6 +140,13 @@ def _outside_the_step(
         return result
 
     return run
+
+
+def _check_exchanged(tiered: list[TieredTensor]) -> None:
+    """raises  Unsupported, if a gradient is the sum of this rank alone"""
+    for session in _sessions(tiered):
+        params = (t for t in tiered if t.store_key == session.key)
+        session.gradients.unexchanged.check_exchanged(params)
 
 
 def _adopt(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None:

@@ -7,6 +7,8 @@ With one process it is accelerate's own.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -15,12 +17,14 @@ from torch.optim import Optimizer
 
 from zcompile.checkpoint.state import fabric_behind
 from zcompile.errors import Unsupported
+from zcompile.frontend.no_sync import no_sync
 from zcompile.frontend.rank_zero import rank_zero_reads
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate is not typed
-    """Leaves a model unwrapped whose ranks exchange gradients themselves; what rank 0 saves, the
-    others send it. All ranks call what saves, as accelerate asks for anyway."""
+    """Leaves a model unwrapped whose ranks exchange gradients themselves, once for all
+    micro-batches of a step; what rank 0 saves, the others send it. All ranks call what saves, as
+    accelerate asks for anyway."""
 
     def prepare_model(
         self,
@@ -33,6 +37,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
         unwrapped = evaluation_mode or fabric_behind(model) is not None
         made: nn.Module = super().prepare_model(model, device_placement, unwrapped)
         return made
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """As accelerate's, which `accumulate` enters for all micro-batches but the last: ranks
+        exchange gradients once for all of them."""
+        with super().no_sync(model), no_sync(model):
+            yield
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any

@@ -8,7 +8,8 @@ end of `fit` moves model and optimizer states to the CPU. Over several devices i
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from zcompile.checkpoint.checkpoint import resume, save
 from zcompile.checkpoint.state import fabric_behind
 from zcompile.errors import Unsupported
+from zcompile.frontend.no_sync import no_sync
 
 OF_PROCESSES = {
     "accelerator",
@@ -165,6 +167,13 @@ class RanksStrategy(_StreamedCheckpoints, DDPStrategy):
                 "leave it out: batch statistics are those of each rank",
             )
         Strategy.setup(self, trainer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None]:
+        """As of `DDPStrategy`, which Lightning enters for all micro-batches but the last: ranks
+        exchange gradients once for all of them."""
+        with no_sync(self._module()):
+            yield
 
     def _setup_model(self, model: Any) -> Any:
         if fabric_behind(model) is None:

@@ -584,6 +584,8 @@ class Schedule:
                  (`passes/keep_wholes.py`)
     traced_work  work of the phase as it was traced: without what passes recompute, or cut; None, if
                  it was not traced
+    no_sync_of   serial of the backward of the same graph whose gradients ranks exchange; those of
+                 this one are for this rank's sums. None: it is no such backward
     program      what it was lowered from, so that it can be arranged anew; None for a step
     """
 
@@ -611,11 +613,15 @@ class Schedule:
     read_back: tuple[tuple[EntryIndex, Layout], ...] = ()
     operands: tuple[Register, ...] = ()
     copies: tuple[CopyRead, ...] = ()
+    no_sync_of: int | None = None
     program: "RegionProgram | None" = field(default=None, compare=False, repr=False)
 
     @property
     def call_kind(self) -> str:
-        """Value of the phase, but "inference" for a forward that no backward follows."""
+        """Value of the phase, but "inference" for a forward that no backward follows, and with what
+        sets it apart for a backward within `no_sync`."""
+        if self.no_sync_of is not None:
+            return "backward within no_sync"
         infers = self.phase is Phase.FORWARD and not self.trains
         return "inference" if infers else self.phase.value
 

@@ -42,7 +42,7 @@ FORMAT = 2
 and what binds a step stand in timeline.json."""
 
 CAPTURED = "captured"
-PHASES = ("forward", "backward", "inference", "step")
+PHASES = ("forward", "backward", "backward-within-no_sync", "inference", "step")
 
 _RUN = re.compile(r"run-(\d+)\Z")
 _GRAPH = re.compile(r"graph(\d+)\Z")

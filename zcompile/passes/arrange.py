@@ -141,6 +141,32 @@ def keeping_wholes(schedule: Schedule, kept: Set[EntryIndex], made: Set[EntryInd
     )
 
 
+def without_exchanges(schedule: Schedule, max_lead: int) -> Schedule:
+    """The schedule of a backward whose gradients ranks do not exchange, since each rank adds up its
+    own until a later backward exchanges the sums: each goes home as a whole. The schedule itself,
+    if ranks exchange none.
+
+        after 0: the gradient of a, shared      ->    after 0: the gradient of a
+
+    All that it gathers it gathers as before, and the ranks agree on it in any case.
+    """
+    program = schedule.program
+    assert program is not None, "of a graph"
+    if not any(isinstance(x, Reduce) and x.shared for rows in program.departures for x in rows):
+        return schedule
+
+    def own(x: Departure) -> Departure:
+        if not isinstance(x, Reduce):
+            return x
+        return replace(x, shared=False, share_nbytes=0, tile=None, shares=None)
+
+    outline = replace(program.outline, no_sync_of=schedule.serial)
+    departures = tuple(tuple(map(own, rows)) for rows in program.departures)
+    program = replace(program, outline=outline, departures=departures)
+    made = arrange(program, schedule.budget_bytes, max_lead)
+    return replace(made, holds=schedule.holds)
+
+
 @dataclass(frozen=True)
 class ArenaShare:
     """How the schedules of a step share the arena with entries that rest there.

@@ -128,7 +128,7 @@ class Watcher:
     def lowered(self, schedule: Schedule) -> None:
         """Record the schedule that the passes made of one phase, before any call walks it."""
         if self._dir is not None:
-            self._arrangements.pop(schedule.call_kind, None)
+            self._arrangements.pop(_phase_of(schedule), None)
             self._write(schedule, (), [])
 
     def walked(self, schedule: Schedule, placement: int, homes: tuple[str, ...]) -> None:
@@ -142,7 +142,7 @@ class Watcher:
         if placement != self._placement:
             self._placement = placement
             self._arrangements.clear()
-        known = self._arrangements.setdefault(schedule.call_kind, [])
+        known = self._arrangements.setdefault(_phase_of(schedule), [])
         if (schedule.serial, homes) in known:
             return
         try:
@@ -159,7 +159,7 @@ class Watcher:
     def _write(self, schedule: Schedule, homes: tuple[str, ...], known: list[Arrangement]) -> None:
         """Write one more arrangement of a phase beside those `known`; stale files go first."""
         assert self._dir is not None
-        phase = schedule.call_kind
+        phase = _phase_of(schedule)
         if not known:
             form.remove_schedules(self._dir, phase)
         known.append((schedule.serial, homes))
@@ -182,6 +182,11 @@ class Watcher:
             text.write_text(printer.text(graph, held.curve))
             nodes = form.nodes_file(self._dir, row.step, row.name)
             nodes.write_text(serialize.encode(_nodes(graph, plan, held)))
+
+
+def _phase_of(schedule: Schedule) -> str:
+    """One of `serialize.PHASES`."""
+    return schedule.call_kind.replace(" ", "-")
 
 
 def _plain(value: object) -> object:

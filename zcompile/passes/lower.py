@@ -127,7 +127,7 @@ class _Lowering:
         gathering = self._gathers()
         arrived: dict[int, Ticket] = {}
         rows = self._rows
-        if _has_collectives(self._program):
+        if _is_agreed_on(self._program):
             self._agreed = self._ticket()
             rows.append(Agree(self._agreed, self._program.outline.call_kind))
         for n, run in enumerate(self._program.regions):
@@ -291,8 +291,11 @@ class _Lowering:
         return replace(x, after=after)
 
 
-def _has_collectives(program: RegionProgram) -> bool:
-    """Whether anything crosses between ranks."""
+def _is_agreed_on(program: RegionProgram) -> bool:
+    """Whether ranks compare the call: anything crosses between them, or would if they were not all
+    within `no_sync`."""
+    if program.outline.no_sync_of is not None:
+        return True
     leaving = (x for rows in program.departures for x in rows)
     return any(v.share is not None for v in program.fetched) or any(
         isinstance(x, Reduce) and x.shared for x in leaving

@@ -273,7 +273,9 @@ def one_call_seconds(step: StepTrace, planned: StepPlan, costs: Costs) -> float 
     if times == 1 or len(passes) % times:
         return None
     updates = [call for call in step.calls if call.phase is Phase.STEP]
-    once = replace(step, calls=(*passes[: len(passes) // times], *updates), micro_batches=1)
+    # The last, in which ranks exchange gradients, wherever else they do.
+    last = passes[len(passes) - len(passes) // times :]
+    once = replace(step, calls=(*last, *updates), micro_batches=1)
     regions = {
         region.key: times * costs.region_seconds(region)
         for call in once.calls

@@ -49,6 +49,7 @@ from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
 from zcompile.runtime.device.cores import Cores
 from zcompile.runtime.foresight import Foresight, wait_quietly
+from zcompile.runtime.gradients.exchanged import Packed
 from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.host_updates import HostUpdates, HostWalk
@@ -56,7 +57,7 @@ from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
 from zcompile.runtime.ranks.calls import CallDigests
-from zcompile.runtime.ranks.fabric import Fabric, Marked, told_to_ranks
+from zcompile.runtime.ranks.fabric import Fabric, Marked, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import (
     MakeCopy,
@@ -305,9 +306,18 @@ class Executor:
             self._end_step(schedule)
             return self._run(schedule, args, entries, recorded)
 
+    def digest_of_call(self, schedule: Schedule, entries: Sequence[Entry]) -> bytes:
+        """What ranks compare of a call: what crosses, and of a backward which of the gradients that
+        cross are sums of several micro-batches."""
+        made = self.call_digests.of(schedule, entries)
+        if schedule.phase is not Phase.BACKWARD:
+            return made
+        summed = self.gradients.unexchanged.names_among(entries)
+        return digest_of(made, summed) if summed else made
+
     def agreed_on(self, digest: bytes) -> None:
-        """All ranks have told the same of the call that is prepared, as its `call_digests` have
-        it: it need not be agreed on once more."""
+        """All ranks have told the same of the call that is prepared, as `digest_of_call` has it:
+        it need not be agreed on once more."""
         self._agreed_ahead = digest
 
     def _end_step(self, schedule: Schedule) -> None:
@@ -534,8 +544,8 @@ class _Call:
         self.in_place: dict[int, Tensor] = {}
         """Tensors over entries where they rest, by id."""
         self.made: list[Entry] = []
-        self.bucket: list[tuple[Leaf, Tensor]] = []
-        """Small gradients, [numel] each, until they are exchanged."""
+        self.bucket: list[Packed] = []
+        """Small gradients, until they are exchanged."""
         self.hooked: Marked | None = None
         """Which narrow gradients each rank has hooks of, in the order of their entries."""
         self.widened: set[EntryIndex] | None = None
@@ -547,7 +557,7 @@ class _Call:
         """Those that compute shares with the host's updates, where there may be any."""
         if executor.on_host.wanted and not schedule.gathers_inside:
             self.cores = executor.store.device.cores
-        self.call_digests, self.agreed_ahead = executor.call_digests, agreed_ahead
+        self.digest_of_call, self.agreed_ahead = executor.digest_of_call, agreed_ahead
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
 
@@ -778,7 +788,7 @@ class _Call:
         """Start comparing with the other ranks which collectives this call has, over what; unless
         they have done so with what they keep whole."""
         fabric, entries, gradients = self._fabric, self.entries, self.gradients.exchanged
-        detail = self.call_digests.of(self.schedule, entries)
+        detail = self.digest_of_call(self.schedule, entries)
         if self.agreed_ahead is not None:
             # Others go on now: a rank whose plan has made something else of it has to end them.
             if self.agreed_ahead != detail:
@@ -827,7 +837,9 @@ class _Call:
             grad, narrow = grad.to(cast.dtype), False
         seen, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow, x.is_tile)
         # Hooks may have changed it, and it may be a copy: compute has got further than `x.after`.
-        after = [*self._after(x.after), self.store.device.mark()]
+        after: Sequence[Ticket] = [*self._after(x.after), self.store.device.mark()]
+        if not x.is_tile:
+            grad, after = self.gradients.exchanged.with_sum(leaf, grad, after)
         made = self._fabric.exchange(grad, entry.partition, entry.name, after, x.tile)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
         if wide_bytes:
@@ -838,9 +850,10 @@ class _Call:
         """Start exchanging small gradients; what all ranks make of each becomes that."""
         packed, self.bucket = self.bucket, []
         after = [*self._after(x.after), self.store.device.mark()]  # behind the copies to the host
-        found = self._fabric.exchange_all([flat for _, flat in packed], after)
+        after += [ticket for piece in packed for ticket in piece.after]
+        found = self._fabric.exchange_all([piece.flat for piece in packed], after)
         self.tickets[x.ticket] = found[0].ticket
-        for (leaf, flat), exchanged in zip(packed, found, strict=True):
+        for (leaf, flat, _), exchanged in zip(packed, found, strict=True):
             self.gradients.exchanged.take(leaf, flat.dtype, exchanged)
 
     @property

@@ -287,13 +287,19 @@ def _facts(
     told: Sequence[_RecordedCall | Mapping[EntryRef, EntryFact]],
 ) -> dict[EntryRef, EntryFact]:
     """What is known of the entries of a step: later calls know better, and an entry that is there
-    better than who is about to make it."""
+    better than who is about to make it. Of a gradient that a rank sums as a whole before ranks
+    exchange it, and keeps its share of then, the larger counts."""
     facts: dict[EntryRef, EntryFact] = {}
+    summed: dict[EntryRef, EntryFact] = {}
     for part in told:
         if isinstance(part, _RecordedCall):
             facts = {**part.gradients, **facts, **part.facts}
+            if part.call.schedule.no_sync_of is not None:
+                summed |= part.gradients
         else:
             facts |= part
+    for ref, fact in summed.items():
+        facts[ref] = replace(facts[ref], nbytes=max(fact.nbytes, facts[ref].nbytes))
     return facts
 
 
@@ -308,7 +314,8 @@ def _kept(entries: Sequence[Entry]) -> tuple[EntryRef, ...]:
 
 def _micro_batches(calls: Sequence[StepCall]) -> int:
     """How often the backward of the most walked piece ran."""
-    serials = [call.schedule.serial for call in calls if call.phase is Phase.BACKWARD]
+    backwards = [call.schedule for call in calls if call.phase is Phase.BACKWARD]
+    serials = [x.serial if x.no_sync_of is None else x.no_sync_of for x in backwards]
     return max((serials.count(serial) for serial in set(serials)), default=1)
 
 

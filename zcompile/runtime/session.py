@@ -395,6 +395,7 @@ class Session(Store):
         self.repeats: dict[Hashable, list[Repeat]] = {}
         """List ops of late, by what sort of call they are (`runtime/eager/streaming.py`, above)."""
         self._reading: dict[int, Callable[[], Schedule | None]] = {}
+        self._summing: dict[int, Callable[[], Schedule]] = {}
         self.inexact: dict[tuple[str, str], str] = {}
         """(weight or module, pass) -> why its results may round otherwise than eager's."""
         self.births: dict[int, torch.device] = {}
@@ -431,6 +432,15 @@ class Session(Store):
         """The schedule that reads low-precision copies in place of another; None: there is none."""
         make = self._reading.get(serial)
         return None if make is None else make()
+
+    def may_exchange_later(self, serial: int, make: Callable[[], Schedule]) -> None:
+        """Let `make` say what a backward walks within `no_sync` in place of a schedule."""
+        self._summing[serial] = make
+
+    def summing_alone(self, serial: int) -> Schedule:
+        """The schedule that a backward walks within `no_sync` in place of another, which exchanges
+        gradients."""
+        return self._summing[serial]()
 
     def step(self, key: Hashable, build: Callable[[], Schedule]) -> Schedule:
         """The step schedule of `key`, which says all that `build` depends on; built once."""

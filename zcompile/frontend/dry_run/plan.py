@@ -104,6 +104,7 @@ def plan(
     machine: Machine | str | Path | None = None,
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
+    no_sync: bool = False,
     **fields: Any,
 ) -> Report:
     """What a training step of `model` would cost, and what bounds it. Nothing is moved.
@@ -115,6 +116,7 @@ def plan(
                     one with several ranks, which train the model together, one rank is planned
     optimizer       "adamw" (also if None), "sgd" (with momentum), or a function of the parameters
     micro_batches   forward and backward passes per optimizer step
+    no_sync         all but the last of those run within `zcompile.no_sync`
     config, fields  as `zcompile.offload`; budgets that are given replace the machine's
     raises          ConfigInvalid, UnknownOption, Unsupported (also: entries of such a run stay
                     where they are put first), BudgetExceeded (the device is too small for what
@@ -123,7 +125,7 @@ def plan(
     """
     with on_cpu(), working(f"planning {type(model).__name__}"):
         terms = terms_of(build(config, fields, "zcompile.plan"), machine)
-        traced = trace(model, example_inputs, terms, optimizer, micro_batches)
+        traced = trace(model, example_inputs, terms, optimizer, micro_batches, no_sync)
         return report_of(traced, terms)
 
 
@@ -238,6 +240,7 @@ def trace(
     terms: Terms,
     optimizer: str | MakeOptimizer | None = None,
     micro_batches: int = 1,
+    no_sync: bool = False,
 ) -> Traced:
     """The step of training that a dry run takes.
 
@@ -253,7 +256,7 @@ def trace(
         inputs = trees.tree_map(_input, example_inputs)
         with gc_paused(), working("tracing a step"), DryRunMode():  # type: ignore[no-untyped-call]  # torch's
             made = make(_trained(copied))  # alive until its states are told
-            run_steps(copied, inputs, made, micro_batches)
+            run_steps(copied, inputs, made, micro_batches, no_sync)
         samples, tokens = _counts(example_inputs)
         step = _settled(_recorded(session, model), session)
         return Traced(

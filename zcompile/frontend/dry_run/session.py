@@ -9,6 +9,7 @@ not touched.
 import copy
 import types
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import EllipsisType
@@ -21,6 +22,7 @@ from zcompile.config import Config
 from zcompile.errors import Running, Unsupported
 from zcompile.frontend.backend import zinf
 from zcompile.frontend.dry_run.device import blank, blank_like, is_blank, open_dry_run
+from zcompile.frontend.no_sync import no_sync
 from zcompile.frontend.offload import STAYING
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.schedule import Schedule
@@ -166,6 +168,9 @@ class DryRunSession(Session):
     def read(self, entry: Entry, target: Tensor, *, begin: int = 0) -> Ticket:
         self.enter(entry.name)
         return Ready()
+
+    def read_to_host(self, entry: Entry) -> tuple[Tensor, Ticket]:
+        return self.read_all(entry), Ready()
 
     def read_all(self, entry: Entry) -> Tensor:
         return blank((entry.nbytes,), (1,), torch.uint8)
@@ -362,9 +367,15 @@ REMEDY = (
 
 
 def run_steps(
-    model: nn.Module, inputs: Sequence[Any], optimizer: torch.optim.Optimizer, times: int
+    model: nn.Module,
+    inputs: Sequence[Any],
+    optimizer: torch.optim.Optimizer,
+    times: int,
+    exchanges_once: bool = False,
 ) -> None:
     """Run forward and backward `times` times, then the optimizer; and all of it once more.
+
+    exchanges_once  all but the last of the `times` are within `no_sync`
 
     The first step of an optimizer differs from all others: it makes states, which become entries
     when the second begins, of what it has computed (SGD's momentum of a gradient with decay, say).
@@ -384,7 +395,7 @@ def run_steps(
     compiled = torch.compile(fresh, backend=dry_run_backend, dynamic=False)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        _run_step(model, compiled, inputs, optimizer, times)
+        _run_step(model, compiled, inputs, optimizer, times, exchanges_once)
 
 
 def _run_step(
@@ -393,10 +404,11 @@ def _run_step(
     inputs: Sequence[Any],
     optimizer: torch.optim.Optimizer,
     times: int,
+    exchanges_once: bool,
 ) -> None:
     """One step by `compiled`, which gives the loss. raises  Unsupported, UserCodeFailed"""
     name, given = type(model).__name__, ", ".join(_describe(inputs))
-    for _ in range(times):
+    for n in range(times):
         with (
             Running(f"forward of {name} with ({given})", REMEDY, failure_of),
             muted_tracing(),
@@ -408,7 +420,8 @@ def _run_step(
                 "the model's output does not depend on what it trains",
                 "let forward return the loss",
             )
-        with Running(f"backward of {name} with ({given})", REMEDY, failure_of):
+        later = no_sync(model) if exchanges_once and n < times - 1 else nullcontext()
+        with Running(f"backward of {name} with ({given})", REMEDY, failure_of), later:
             loss.backward()
     with Running(f"a step of {type(optimizer).__name__}", REMEDY, failure_of):
         optimizer.step()

@@ -54,6 +54,7 @@ from zcompile.runtime.eager.rows import (
 from zcompile.runtime.eager.shared import (
     agree_on_found_inf,
     agree_on_op,
+    check_exchanged,
     check_read_alone,
     fabric_of,
     norms_over_ranks,
@@ -102,6 +103,7 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if fabric is not None and fabric.lone_reads is not None:
         check_read_alone(fabric.lone_reads, cls, Application(func, tuple(args), kwargs))
     elif fabric is not None:
+        check_exchanged(cls, leaves_of(args, kwargs))
         # What waits is agreed on later, all of it together, and before anything else.
         joined = _join(cls, func, args, kwargs)
         if joined is not NOT_JOINED:

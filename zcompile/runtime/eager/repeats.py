@@ -157,7 +157,7 @@ class KeptOperands:
             entry = known()
             if entry is None or entry.store is not session or leaf.entry_layout != layout:
                 return None
-            if entry.waits is not None or entry.deferred or entry.copies:
+            if entry.waits is not None or entry.deferred or entry.copies or entry.unexchanged:
                 return None
             if entry.narrow is not None or entry.nbytes != nbytes or entry.kind is not kind:
                 return None

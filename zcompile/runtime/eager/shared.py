@@ -21,7 +21,7 @@ from zcompile.runtime.eager.rows import Application
 from zcompile.runtime.norms import Measure
 from zcompile.runtime.ranks.fabric import Fabric, LoneReading
 from zcompile.runtime.session import session_of
-from zcompile.runtime.store.store import Entry
+from zcompile.runtime.store.store import Entry, unexchanged_error
 
 aten = torch.ops.aten
 ONE_RANK = LIKES | NEWS | {aten.rand_like.default, aten.randn_like.default, aten.detach_.default}
@@ -81,6 +81,18 @@ def agree_on_op(
     """Compare an op with what the other ranks are about to do. raises  RanksDiffer, RankFailed"""
     if func not in ONE_RANK:
         agreement_on(cls, func, leaves, kwargs).reach(fabric, f"call {func}")
+
+
+def check_exchanged(cls: type, leaves: Sequence[Any]) -> None:
+    """Check that no operand is a gradient that this rank has summed alone, before any rank is
+    asked. raises  Unsupported"""
+    for leaf in leaves:
+        if isinstance(leaf, cls):
+            tiered: Any = leaf
+            if not session_of(tiered.entry).gradients.unexchanged:
+                return
+            if tiered.entry.unexchanged:
+                raise unexchanged_error(tiered.entry.name)
 
 
 def check_read_alone(reads: LoneReading, cls: type, app: Application) -> None:

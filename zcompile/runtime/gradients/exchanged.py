@@ -13,15 +13,21 @@ so that the sum has the bits of one over wide parts.
 What code outside of compiled graphs brings comes by autograd, which adds up all uses of a parameter
 in a pass: the ranks agree that they exchange it, parameter by parameter.
 
+What a rank has summed within `no_sync` (`unexchanged.py`) is exchanged by the first backward after
+that: what this backward makes of the same gradient is added to it before, and both cross as one.
+That is so for a contribution that is all that the backward brings. Of any other, what the backward
+brings is added up first, as autograd does, so that the sum of before crosses by itself, and so does
+one to which the backward brings nothing.
+
 A gradient that leaves in tiles is exchanged tile by tile, and each tile becomes part of `.grad` as
 a whole one does: so it has the bits of one process with the same tiles. A rank has a part of a
 tile, or nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +50,10 @@ from zcompile.runtime.gradients.leaves import (
     owner_of,
     run_hooks,
 )
+from zcompile.runtime.gradients.unexchanged import UnexchangedSums
 from zcompile.runtime.ranks.fabric import Exchanged
 from zcompile.runtime.ranks.transport import host_rows
-from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.store.store import Entry, Store, adding_to
 from zcompile.runtime.transfer.ticket import Ticket
 
 Wrap = Callable[[Entry, Layout], Tensor]
@@ -90,6 +97,17 @@ class _Landing:
     begin: int = 0
 
 
+class Packed(NamedTuple):
+    """A small gradient that waits for others to be exchanged with.
+
+    flat   [numel], on the host once all of `after` is complete, and compute has come so far
+    """
+
+    leaf: Leaf
+    flat: Tensor
+    after: Sequence[Ticket]
+
+
 class ExchangedGradients:
     """Receives gradients that the ranks have exchanged.
 
@@ -97,6 +115,7 @@ class ExchangedGradients:
     contributions_of  how many contributions the pass that runs brings to a parameter; 0: unknown
     comes_alone       whether one may be added to the `.grad` of a parameter as it comes
     call_post_hooks   calls the post-accumulate hooks of a parameter, unless autograd does
+    unexchanged       what this rank has summed within `no_sync`
     """
 
     def __init__(
@@ -106,10 +125,14 @@ class ExchangedGradients:
         contributions_of: Callable[[Tensor], int],
         comes_alone: Callable[[Tensor], bool],
         call_post_hooks: Callable[[Tensor], None],
+        unexchanged: UnexchangedSums,
     ) -> None:
         self._store, self._wrap = store, wrap
         self._contributions_of, self._comes_alone = contributions_of, comes_alone
         self._call_post_hooks = call_post_hooks
+        self._unexchanged = unexchanged
+        self._exchanging = -1
+        """The pass at whose end all sums of this rank are exchanged that are left by then."""
         self._sums: dict[tuple[int, int], _PassParts] = {}
         self._tiled: dict[tuple[int, int], _Tiles] = {}
         self._to_come: dict[tuple[int, int], int] = {}
@@ -121,10 +144,12 @@ class ExchangedGradients:
         """A pass, and the parameters that autograd has come to in it, and called hooks of."""
 
     def sees_wide(self, leaf: Leaf) -> bool:
-        """Whether hooks of the parameter are to see its next gradient, in the dtype of that: what
-        they make of it need not fit a narrower one."""
+        """Whether the next gradient of the parameter is to be of the dtype of that: hooks are to
+        see it, and what they make of it, as a sum of several, need not fit a narrower one."""
         param = owner_of(leaf)
-        return param is not None and param.requires_grad and bool(hooks_of(param)[0])
+        if param is None or not param.requires_grad:
+            return False
+        return bool(hooks_of(param)[0]) or self._unexchanged.is_held_by(param)
 
     def before(
         self, leaf: Leaf, grad: Tensor, narrow: bool = False, is_tile: bool = False
@@ -176,16 +201,58 @@ class ExchangedGradients:
             grad = grad.clone()  # what is fetched next may lie there
         return flattened(grad.detach())
 
-    def packed(self, leaf: Leaf, grad: Tensor) -> tuple[Leaf, Tensor]:
-        """As `before`, in a copy: a small gradient that waits for others to be exchanged with.
+    def packed(self, leaf: Leaf, grad: Tensor) -> Packed:
+        """As `before`, in a copy: a small gradient that waits for others to be exchanged with."""
+        flat, after = self.with_sum(leaf, self._copied_to_host(self.before(leaf, grad)))
+        return Packed(leaf, flat, after)
 
-        On the host, once compute has come so far.
-        """
-        flat, streams = self.before(leaf, grad), self._store.device.streams
+    def _copied_to_host(self, flat: Tensor) -> Tensor:
+        """A copy of elements, on the host once compute has come so far."""
+        streams = self._store.device.streams
         if streams is not None and not streams.is_on_host(flat):
             row = streams.host_row(flat.numel(), flat.dtype)
-            return leaf, row.copy_(flat, non_blocking=True)
-        return leaf, torch.empty(flat.numel(), dtype=flat.dtype, device="cpu").copy_(flat)
+            return row.copy_(flat, non_blocking=True)
+        return torch.empty(flat.numel(), dtype=flat.dtype, device="cpu").copy_(flat)
+
+    def with_sum(
+        self, leaf: Leaf, flat: Tensor, after: Sequence[Ticket] = ()
+    ) -> tuple[Tensor, Sequence[Ticket]]:
+        """What this rank has of a gradient that is exchanged now: `flat`, and what it has summed
+        within `no_sync`, if that is to cross with it.
+
+        flat     [numel], as `before` gives it; complete once all of `after` is, or compute has come
+                 so far
+        returns  such elements, and what they are complete after
+        """
+        if not self._unexchanged:
+            return flat, after
+        param = accumulating_parameter(leaf)
+        if param is None or not self._unexchanged.is_held_by(param):
+            return flat, after
+        if (current_pass(), leaf.key) in self._sums or not self._comes_alone(param):
+            return flat, after
+        return self._added_to_sum(param, flat, after)
+
+    def _added_to_sum(
+        self, param: Any, flat: Tensor, after: Sequence[Ticket] = ()
+    ) -> tuple[Tensor, Sequence[Ticket]]:
+        """The sum of this rank, which is the parameter's gradient no more, and `flat`, as of
+        `with_sum`."""
+        streams = self._store.device.streams
+        if streams is not None and not streams.is_on_host(flat):
+            flat = self._copied_to_host(flat)
+        total, read = self._taken(param)
+        mark = self._store.device.mark()
+        return total, [self._fabric.add_here(total, flat, (read, mark, *after))]
+
+    def _taken(self, param: Any) -> tuple[Tensor, Ticket]:
+        """The sum of this rank, [numel] on the host once the ticket is complete; it is the
+        parameter's gradient no more."""
+        grad, param.grad = param.grad, None
+        entry: Entry = grad.entry
+        with adding_to(entry):
+            row, ticket = self._store.read_to_host(entry)
+        return row.view(grad.dtype), ticket
 
     def take(self, leaf: Leaf, dtype: torch.dtype, exchanged: Exchanged) -> None:
         """Receive one contribution.
@@ -195,6 +262,7 @@ class ExchangedGradients:
         param = accumulating_parameter(leaf)
         if param is None:
             return
+        self._exchange_the_rest_at_the_end()
         key = current_pass(), leaf.key
         if key not in self._sums and self._comes_alone(param):
             self._finalize(_PassParts(param, dtype, exchanged))
@@ -223,9 +291,11 @@ class ExchangedGradients:
         param = accumulating_parameter(leaf)
         if param is None:
             return
+        self._exchange_the_rest_at_the_end()
         key, dtype = (current_pass(), leaf.key), grad.dtype
         first = offset if tile is None else tile.home[0] // grad.element_size()
-        if key in self._tiled or (key not in self._sums and self._comes_alone(param)):
+        alone = self._comes_alone(param) and not self._unexchanged.is_held_by(param)
+        if key in self._tiled or (key not in self._sums and alone):
             self._bring_home(key, param, grad, first, exchanged)
             return
         if key not in self._sums:
@@ -255,16 +325,25 @@ class ExchangedGradients:
         grad    any strides; not kept, not changed
         raises  Unsupported, if a part of it is a user's; RanksDiffer, RankFailed
         """
+        self.check_brought(param, grad)
+        param.grad = None
+        self._join(leaf, param, grad)
+
+    @staticmethod
+    def check_brought(param: Any, grad: Tensor) -> None:
+        """Check what autograd has made `.grad` of a parameter.
+
+        raises  Unsupported, if a part of it is a user's, or it is sparse
+        """
         if param.grad_given or grad.layout is not torch.strided:
             what = "was set to a plain tensor before backward" if param.grad_given else "is sparse"
             raise Unsupported(
-                f"the .grad of {leaf.name!r} {what}, and several ranks train the model",
+                f"the .grad of {param._name_in_store()!r} {what}, and several ranks train the "
+                "model",
                 "set it when backward is over, on all ranks to the same values"
                 if param.grad_given
                 else "use a dense embedding (sparse=False)",
             )
-        param.grad = None
-        self._join(leaf, param, grad)
 
     def add(self, param: Any, grad: Tensor) -> bool:
         """Receive what autograd is about to add to the gradient of a parameter, as `bring`; whether
@@ -309,25 +388,58 @@ class ExchangedGradients:
                 "several ranks train the model, each of which keeps a share",
                 "use torch.autograd.grad(loss, parameters, create_graph=True)",
             )
-        exchanged = self._exchanged_now(param, grad)
+        self._exchange_the_rest_at_the_end()
+        flat = flattened(in_layout_of(param, grad.detach()))
         self._to_come.pop(key, None)
         if (before := self._sums.pop(key, None)) is not None:
+            exchanged = self._exchanged_now(param, flat.clone())
             exchanged = self._fabric.added(before.exchanged, exchanged, grad.dtype)
+        elif self._unexchanged.is_held_by(param):
+            exchanged = self._exchanged_now(param, *self._added_to_sum(param, flat.clone()))
+        else:
+            exchanged = self._exchanged_now(param, flat.clone())
         self._make_or_add(_PassParts(param, grad.dtype, exchanged))
         self.land()
 
-    def _exchanged_now(self, param: Any, grad: Tensor) -> Exchanged:
-        """Let the ranks exchange a gradient that no schedule has; they agree on that first."""
+    def _exchanged_now(
+        self,
+        param: Any,
+        flat: Tensor,
+        after: Sequence[Ticket] = (),
+        what: str = "a gradient that was made outside of compiled graphs",
+    ) -> Exchanged:
+        """Let the ranks exchange a gradient that no schedule has; they agree on that first.
+
+        flat  [numel], which nobody changes; complete once all of `after` is, or compute has come so
+              far
+        """
         name, part = param._name_in_store(), param.entry.partition
-        flat = flattened(in_layout_of(param, grad.detach()))
         self._fabric.agree(
-            "exchange a gradient that was made outside of compiled graphs",
-            *(name, tuple(param.size()), flat.dtype),
-            text=f"of {name!r}",
+            f"exchange {what}", *(name, tuple(param.size()), flat.dtype), text=f"of {name!r}"
         )
-        flat = flat.clone()
-        after = self._store.computed(flat)
+        after = [*after, *self._store.computed(flat)]
         return self._fabric.exchange(flat, part, name, after)  # type: ignore[no-any-return]
+
+    # --- What ranks have summed by themselves ---
+
+    def _exchange_the_rest_at_the_end(self) -> None:
+        """This pass exchanges gradients: at its end the ranks exchange all sums that are left."""
+        if self._unexchanged and self._exchanging != (number := current_pass()):
+            self._exchanging = number
+            after_backward(partial(self._exchange_the_rest, number))
+
+    def _exchange_the_rest(self, number: int) -> None:
+        """Exchange the sums to which a pass that has ended brought nothing, one by one."""
+        self.flush_pass(number)
+        for param in self._unexchanged.params():
+            grad: Any = param.grad
+            self._make_or_add(_PassParts(param, grad.dtype, self._exchanged_sum(param)))
+            self.land()
+
+    def _exchanged_sum(self, param: Any) -> Exchanged:
+        """Let the ranks exchange what they have summed of a gradient."""
+        total, read = self._taken(param)
+        return self._exchanged_now(param, total, (read,), "what micro-batches have summed")
 
     # --- Sums of a pass ---
 
@@ -376,6 +488,9 @@ class ExchangedGradients:
 
     def _make_or_add(self, held: _PassParts) -> None:
         param: Any = held.param
+        if self._unexchanged.is_held_by(param):
+            sums = self._fabric.added(self._exchanged_sum(param), held.exchanged, held.dtype)
+            held = _PassParts(param, held.dtype, sums)
         if param.grad is None:
             param.grad = self._stored(held)
         else:

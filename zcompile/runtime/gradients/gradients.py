@@ -50,8 +50,9 @@ from zcompile.runtime.gradients.leaves import (
 )
 from zcompile.runtime.gradients.on_device import DeviceGradients
 from zcompile.runtime.gradients.shared import SharedGradients
+from zcompile.runtime.gradients.unexchanged import UnexchangedSums
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.store.store import Entry, Store
+from zcompile.runtime.store.store import Entry, Store, adding_to
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 
@@ -72,6 +73,10 @@ class Gradients:
     A parameter whose node of autograd somebody got hold of (`leaves.may_have_node_hooks`) is
     autograd's alone: its contributions are stored and, as tiered tensors, given to autograd
     (`returned`), which adds up and calls all hooks in its own order.
+
+    Where several ranks train, they exchange gradients (`exchanged`), unless backward runs within
+    `no_sync`: then each sums its own as one process does, and all ops that it needs for that are
+    its own too (`unexchanged`).
     """
 
     def __init__(self, store: Store, wrap: Wrap, norms: Norms) -> None:
@@ -106,12 +111,42 @@ class Gradients:
         """Sums of what is at home, which are calls of their own and wait for the end of the call
         that runs; None, if none runs."""
         self._shared = SharedGradients(self._move_to_store)
+        self.unexchanged = UnexchangedSums()
+        self._no_syncs = 0
+        """Contexts of `no_sync` that are open."""
         self.exchanged = ExchangedGradients(
-            store, wrap, self._contributions_of, self._comes_alone, _call_post_hooks
+            store,
+            wrap,
+            self._contributions_of,
+            self._comes_alone,
+            _call_post_hooks,
+            self.unexchanged,
         )
         self.on_device = DeviceGradients(
             store, wrap, norms, self._sole_parameters, self._store_result
         )
+
+    @property
+    def within_no_sync(self) -> bool:
+        """Whether a backward that runs now sums the gradients of this rank alone."""
+        return self._no_syncs > 0
+
+    def enter_no_sync(self) -> None:
+        """Backward exchanges nothing, until as many `leave_no_sync`."""
+        self._no_syncs += 1
+
+    def leave_no_sync(self) -> None:
+        self._no_syncs -= 1
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether ranks exchange what a backward that runs now makes."""
+        return self._store.fabric is not None and not self._no_syncs
+
+    @property
+    def _sums_alone(self) -> bool:
+        """Whether this rank is one of several, and sums what a backward makes that runs now."""
+        return self._store.fabric is not None and self._no_syncs > 0
 
     @uninterrupted
     def expect(self, leaves: Iterable[Leaf]) -> None:
@@ -185,6 +220,8 @@ class Gradients:
     def may_rest_narrow(self, leaf: Leaf) -> bool:
         """Whether the next contribution of a leaf becomes its `.grad` as it is, so that it may rest
         in the dtype it was made in: nobody adds to it, or looks at it on the way."""
+        if self._sums_alone:
+            return False
         param = accumulating_parameter(leaf)
         if param is None:
             return True
@@ -203,6 +240,8 @@ class Gradients:
         param = accumulating_parameter(leaf)
         if param is None:
             return
+        if self._sums_alone:
+            self.unexchanged.check_adds(param)
         same = in_layout_of(param, grad)
         if after is None or same is not grad:
             grad, after = same, [self._store.device.mark()]
@@ -229,6 +268,8 @@ class Gradients:
             grad, after = materialised(grad).contiguous(), [self._store.device.mark()]
         key = current_pass(), leaf.key
         if key not in self._tiled:
+            if self._sums_alone:
+                self.unexchanged.check_adds(param)
             self._tiled[key] = self._start_tiles(key, param, grad.dtype)
         tiled = self._tiled[key]
         store_tile(self._store, self._norms, tiled, grad, offset, after)
@@ -271,7 +312,7 @@ class Gradients:
         so where ranks add up what each of them has made of both."""
         if self._contributions_of(param) != 1:
             return False
-        key, first = param.entry.key, param.grad is None and self._store.fabric is None  # type: ignore[attr-defined]  # a tiered tensor's
+        key, first = param.entry.key, param.grad is None and not self._exchanges  # type: ignore[attr-defined]  # a tiered tensor's
         return first or not self._adds.get(key, key in self._used_outside)
 
     def _learn(self, param: Any, brought: bool) -> None:
@@ -312,18 +353,36 @@ class Gradients:
         if param is None or getattr(param, "entry", None) is None:
             return False
         self._note_part(param)
-        if self._store.fabric is not None:
+        if self._exchanges:
             return self.exchanged.add(param, grad)
+        if self._sums_alone:
+            self.unexchanged.check_adds(param)
         found = (
             None
             if hooks_of(param)[0]
             else self._sums.pop((current_pass(), leaf_of(param._handle).key), None)
         )
         if found is None:
-            return False
-        _add_in_place(found.total, grad)
-        _add_in_place(held, found.total)
+            if self._sums_alone:
+                self._add_in_place(held, grad)
+            return self._sums_alone
+        self._add_in_place(found.total, grad)
+        self._add_in_place(held, found.total)
         return True
+
+    def _add_in_place(self, held: Any, more: Any) -> None:
+        """Add `more` to `held`, which is tiered, outside of autograd."""
+        if not self._sums_alone:
+            with torch.no_grad():
+                held.add_(more)
+            return
+        # By no op, on which all ranks would have to agree.
+        if isinstance(getattr(more, "entry", None), Entry):
+            flat = self._store.read_all(more.entry).view(held.dtype)
+        else:
+            flat = flattened(in_layout_of(held, more.detach()))
+        with adding_to(held.entry):
+            self._store.add(held.entry, flat, after=[self._store.device.mark()])
 
     def _start_tiles(
         self, key: tuple[int, int], param: Tensor, dtype: torch.dtype
@@ -363,7 +422,7 @@ class Gradients:
                 self._add_after_call(held.total, total)
             return
         if not tiled.adds:
-            self._set_or_add(param, run_hooks(param, total))
+            self._set_or_add(param, self._seen_by_hooks(param, total))
         _call_post_hooks(param)
 
     def come_to(self, param: Tensor) -> None:
@@ -372,6 +431,12 @@ class Gradients:
         adds = self._adds or self._added_to[1] or self._used_outside
         if adds or self._is_to_be_adopted(param):
             self.adopt(param)
+
+    def _set_gradient(self, param: Tensor, grad: Tensor) -> None:
+        """Make a tiered tensor `.grad` of a parameter."""
+        param.grad = grad
+        if self._sums_alone:
+            self.unexchanged.note(param)
 
     def _is_to_be_adopted(self, param: Tensor) -> bool:
         """Whether there is more to do for a gradient than to see that it is at home: not, as a
@@ -393,9 +458,11 @@ class Gradients:
         plain = param.grad is not None and not isinstance(getattr(param.grad, "entry", None), Entry)
         if plain or self._adds or self._added_to[1] or tiered.entry.key in self._used_outside:
             self._learn(tiered, plain and not tiered.grad_given)
-        if self._store.fabric is not None:
+        if self._store.fabric is not None and (current_pass() < 0 or self._exchanges):
             self._adopt_exchanged(tiered)
             return
+        if self._sums_alone and plain:
+            self.exchanged.check_brought(tiered, tiered.grad)
         if not self._sums and param.grad is not None and not plain:
             return  # the usual case, for each parameter twice in each step
         key = current_pass(), leaf_of(tiered._handle).key
@@ -445,8 +512,11 @@ class Gradients:
         name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
         param.grad = None
         try:
-            param.grad = self._store_whole(
-                name, param, in_layout_of(param, grad), [self._store.device.mark()]
+            self._set_gradient(
+                param,
+                self._store_whole(
+                    name, param, in_layout_of(param, grad), [self._store.device.mark()]
+                ),
             )
         except BaseException:
             param.grad = grad
@@ -475,7 +545,7 @@ class Gradients:
             grad, after = in_layout_of(param, seen), [self._store.device.mark()]
         if param.grad is None:
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
-            param.grad = self._store_whole(name, param, grad, after)
+            self._set_gradient(param, self._store_whole(name, param, grad, after))
         else:
             self._add(param, param.grad, grad, after)
         _call_post_hooks(param)
@@ -488,7 +558,8 @@ class Gradients:
                 held.add_(grad)
         elif held.dtype == grad.dtype and held.stride() == grad.stride():
             begin = int(held.storage_offset()) * grad.element_size()  # a user may give part of one
-            entry.store.add(entry, flattened(grad), begin=begin, after=after)
+            with adding_to(entry):
+                entry.store.add(entry, flattened(grad), begin=begin, after=after)
         else:
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
             self._add_after_call(held, self._store_gradient(name, param, grad, after)[1])
@@ -496,14 +567,14 @@ class Gradients:
     def _add_after_call(self, held: Tensor, more: Tensor) -> None:
         """Add a stored gradient to a stored one, after the call that runs."""
         if self._after_call is None:
-            _add_in_place(held, more)
+            self._add_in_place(held, more)
         else:
-            self._after_call.append(partial(_add_in_place, held, more))
+            self._after_call.append(partial(self._add_in_place, held, more))
 
     def _set_or_add(self, param: Tensor, total: Tensor) -> None:
         """Make `total`, which is stored, `.grad` of `param`, or add it to that."""
         if param.grad is None:
-            param.grad = total
+            self._set_gradient(param, total)
         else:
             self._add_after_call(param.grad, total)
 
@@ -571,9 +642,20 @@ class Gradients:
                 "compiled model and from code outside of it, so the hook cannot see their sum",
                 "compute both parts in the compiled model, or remove the hook",
             )
-        self._set_or_add(param, run_hooks(param, held.total))
+        self._set_or_add(param, self._seen_by_hooks(param, held.total))
         self.adopt(param)
         _call_post_hooks(param)
+
+    def _seen_by_hooks(self, param: Tensor, total: Any) -> Tensor:
+        """What hooks make of a gradient that is stored. If it is of this rank alone they see it as
+        a plain tensor, whose ops other ranks have no part in."""
+        if not self._sums_alone or not hooks_of(param)[0]:
+            return run_hooks(param, total)
+        device = self._store.device.torch_device
+        plain = total.entry_layout.view(self._store.read_all(total.entry).to(device))
+        seen = in_layout_of(param, run_hooks(param, plain))
+        name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
+        return self._store_gradient(name, param, seen, [self._store.device.mark()])[1]
 
     @uninterrupted
     def _flush(self, ended: int) -> None:
@@ -600,12 +682,6 @@ class _PassSum:
 def _is_at_home(param: Tensor) -> bool:
     """Whether `.grad` is a tiered tensor."""
     return hasattr(grad_of(param), "entry_layout")
-
-
-def _add_in_place(held: Tensor, more: Tensor) -> None:
-    """Add `more` to `held` outside of autograd."""
-    with torch.no_grad():
-        held.add_(more)
 
 
 def _autograd_accumulates(param: Tensor) -> bool:

@@ -81,8 +81,9 @@ _SESSIONS: dict[tuple[int, ...], int] = defaultdict(int)
 """Ranks -> how many sessions they have made, all in the same order."""
 SAME_ORDER = (
     "let every rank make the same calls in the same order, with the same settings and the same "
-    "number of batches; what reads or changes parameters, as printing, saving and evaluating do, "
-    "is done by all ranks, or on rank 0 within zcompile.rank_zero_reads"
+    "number of batches, and be within zcompile.no_sync for the same ones; what reads or changes "
+    "parameters, as printing, saving and evaluating do, is done by all ranks, or on rank 0 within "
+    "zcompile.rank_zero_reads"
 )
 
 
@@ -813,6 +814,17 @@ class Fabric:
             sums.add_(more.parts)
 
         return Exchanged(sums, self._after(exchanged, add))
+
+    def add_here(self, total: Tensor, more: Tensor, after: Sequence[Ticket]) -> Promise:
+        """Add to what this rank has of a gradient, before it is exchanged.
+
+        total, more  of one size, on the host once all of `after` is complete
+        """
+
+        def add() -> None:
+            total.add_(more)
+
+        return self._submit("exchange", "add up", add, after, 0)
 
     def blank(self, count: int, dtype: torch.dtype) -> Exchanged:
         """Parts of all ranks that are still to be `placed`: [ranks, count], zeros."""

@@ -94,7 +94,7 @@ def _extents_of(store: Store, entries: Sequence[Entry]) -> list[Extent | None]:
         place.extent
         if ready
         and place.tier.on_device
-        and not (e.unset or e.deferred or e.sources or e.waits or e.narrow)
+        and not (e.unset or e.deferred or e.sources or e.waits or e.narrow or e.unexchanged)
         else None
         for e, place, ready in zip(entries, places, store._mover.are_ready(places), strict=True)
     ]

@@ -46,6 +46,7 @@ from zcompile.runtime.open import (
     settled,
 )
 from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.transport import host_memory
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import FileRange, Place
@@ -204,6 +205,8 @@ class Entry:
              they are `nbytes`. Who uses it without saying so finds it widened (`settle`)
     crosses_wide  of a parameter: its last gradient, made in a narrower dtype, crossed between ranks
              in its own, since a hook of some rank sees it
+    unexchanged  of a gradient: it is what this rank has summed within `no_sync`, and nobody may use
+             its bytes before the ranks have exchanged them, but who adds to it (`adding_to`)
     """
 
     kind: EntryKind = _told("kind")
@@ -245,6 +248,7 @@ class Entry:
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self._narrow: Cast | None = None
         self._crosses_wide = False
+        self.unexchanged = False
         self.tie: Tie | None = None
         """Tells that the storage of the handle has died."""
 
@@ -278,14 +282,18 @@ class Entry:
 
     def settle(self) -> None:
         """Its bytes are about to be used: what waits and has to do with them is computed first, and
-        they are of the dtype that they are used in."""
-        if self.waits is not None:
-            self.waits.settle()
+        they are of the dtype that they are used in.
+
+        raises  Unsupported, if they are a sum that the ranks have not exchanged
+        """
+        self.settle_updates()
         if self.narrow is not None:
             self.store.widen(self)
 
     def settle_updates(self) -> None:
         """As `settle`, for who reads the bytes as they rest, narrow or not."""
+        if self.unexchanged:
+            raise unexchanged_error(self.name)
         if self.waits is not None:
             self.waits.settle()
 
@@ -293,6 +301,10 @@ class Entry:
         """Note that a gradient of this parameter, made in a narrower dtype, crosses between ranks:
         in its own, if a hook of any rank is to see it."""
         self.crosses_wide = wide
+
+    def is_of_this_rank(self) -> None:
+        """It is a sum that the ranks have not exchanged."""
+        self.unexchanged = True
 
     def rest_narrow(self, cast: Cast) -> None:
         """Its bytes, of a new entry, are to be those of a narrower dtype."""
@@ -384,6 +396,26 @@ class Entry:
 
     def reduce_grad(self, grad: Tensor, offset: int | None = None) -> None:
         self.store.take_gradient(self, grad, offset)
+
+
+def unexchanged_error(name: str) -> Unsupported:
+    """The error where somebody would use a gradient that is this rank's alone."""
+    return Unsupported(
+        f"{name!r} is what this rank has summed within zcompile.no_sync, and the ranks have not "
+        "exchanged it yet",
+        "call the last backward before an optimizer's step, clipping or reading outside of "
+        "zcompile.no_sync, on all ranks; zero_grad(), which sets gradients to None, drops the sums",
+    )
+
+
+@contextmanager
+def adding_to(entry: Entry) -> Iterator[None]:
+    """Within, the bytes of a sum that the ranks have not exchanged may be used."""
+    unexchanged, entry.unexchanged = entry.unexchanged, False
+    try:
+        yield
+    finally:
+        entry.unexchanged = unexchanged
 
 
 @contextmanager
@@ -836,6 +868,12 @@ class Store:
         check_memory(target)
         self._prepare_read(entry)
         return self._submit(ReadBack(entry.place, begin, target, target, (), self._context), ())
+
+    def read_to_host(self, entry: Entry) -> tuple[Tensor, Ticket]:
+        """All bytes of `entry` in memory of the host that lasts until nobody has it: uint8
+        [entry.nbytes], there once the ticket is complete. raises as `read`"""
+        row = host_memory(1, entry.nbytes, torch.uint8)[0]
+        return row, self.read(entry, row)
 
     def readers(self, target: Tensor) -> Sequence[Ticket]:
         """Transfers of earlier calls that still read the bytes of `target`; a session knows."""

@@ -194,3 +194,19 @@ def test_a_gradient_is_wanted_until_the_step_has_read_it():
         ((0,), (64,), (True,)),
         ((64,), (0,), (False,)),
     ]
+
+
+def test_a_gradient_is_wanted_until_a_late_update_has_read_it():
+    activation = EntryRef(8)
+    backward = schedule(B, Reduce(0, 0, nbytes=64))
+    late = replace(fetch(0, 0, 64), lasting=False)
+    reloaded = replace(fetch(1, 0, 32), lasting=False)
+    forward = schedule(F, late, reloaded)
+    calls = StepCall(forward, (W.gradient, activation)), StepCall(backward, (W,))
+    found = demand_of(StepTrace(calls), len)
+    assert found.groups == (64,)
+    assert found.gradients == {0}
+    assert [(x.reads, x.writes, x.lives) for x in found.segments] == [
+        ((64,), (0,), (False,)),
+        ((0,), (64,), (True,)),
+    ]

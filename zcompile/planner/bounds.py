@@ -45,7 +45,7 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
-from zcompile.ir.effects import GRADIENT
+from zcompile.ir.effects import GRADIENT, NEW
 from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
@@ -225,11 +225,13 @@ K = TypeVar("K")
 
 class _At(NamedTuple):
     """The object that an instruction names: an entry's index, its copy in a dtype, or its
-    gradient."""
+    gradient. Of what does not last, only gradients are wanted, which late updates read: whatever
+    else is new in every call of a graph left the device by choice."""
 
     entry: int
     copy: object = None
     is_gradient: bool = False
+    lasts: bool = True
 
 
 class _Ranges(Generic[K]):
@@ -279,6 +281,8 @@ class _Touched:
             for at, begin, end in mine.items():
                 of = call.gradients if at.is_gradient else call.entries
                 names = of[at.entry], at.copy
+                if not (at.lasts or names[0].is_gradient):
+                    continue
                 if all_ is reads and names[0].is_copy and call.phase is Phase.STEP:
                     continue  # made anew, of what is there
                 if all_ is writes or names not in made:
@@ -296,10 +300,10 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
     writes: _Ranges[_At] = _Ranges()
     for x in schedule.effects:
         home = x.home
-        # What is new in every call of a graph left the device by choice.
-        if home is None or not (home.lasting or schedule.phase is Phase.STEP):
+        if home is None or home.role is NEW:
             continue
-        at = _At(home.entry, home.copy_dtype, home.role is GRADIENT)
+        lasts = home.lasting or schedule.phase is Phase.STEP
+        at = _At(home.entry, home.copy_dtype, home.role is GRADIENT, lasts)
         if home.reads:
             reads.add(at, home.begin, home.end)
         if home.writes:

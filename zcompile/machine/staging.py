@@ -14,6 +14,11 @@ MOST_STAGING_BYTES = 256 * MiB
 MOST_BESIDE_BYTES = 32 * MiB
 """Largest ring where reads go straight from the disk to the arena, and the ring serves writes and
 all else."""
+BESIDE_PART = 16
+"""One part in so many of the host is such a ring, unless that is large: chunks of writes are large
+in it, and what it takes of a small host would save reads and writes as the home of entries."""
+SMALL_BESIDE_BYTES = 4 * MiB
+"""Largest ring of a quarter of the host, where a 16th is less."""
 RING_PART = 128
 """The ring takes one part in so many of the host. Nothing rests in it: a byte more of it is a byte
 more that is read from disk and written there in every step."""
@@ -40,7 +45,7 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
     """Size of the ring, for a host budget in bytes.
 
     straight  most reads of the disk do not need the ring: that may be as fast as it is, and what
-              does need the ring moves in larger chunks, a quarter of a small host
+              does need the ring moves in larger chunks
 
     raises  ConfigInvalid if the budget is smaller than the smallest ring
     """
@@ -51,8 +56,10 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
             "is too small: transfers are staged in at "
             f"least {show_size(LEAST_BYTES)}; give that or more",
         )
-    small = min(host_budget // 8, SMALL_RING_BYTES)
-    part = host_budget // 4 if straight else max(host_budget // RING_PART, small)
+    if straight:
+        part = max(host_budget // BESIDE_PART, min(host_budget // 4, SMALL_BESIDE_BYTES))
+    else:
+        part = max(host_budget // RING_PART, min(host_budget // 8, SMALL_RING_BYTES))
     target = min(part, _most(straight))
     chunk = MOST_CHUNK_BYTES
     while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:

@@ -210,3 +210,14 @@ def test_a_gradient_is_wanted_until_a_late_update_has_read_it():
         ((64,), (0,), (False,)),
         ((0,), (64,), (True,)),
     ]
+
+
+def test_entries_that_rest_in_one_place_need_what_moving_ones_do_not():
+    # P fit. What one segment writes the other reads, and both is P, at another border each.
+    ahead = Segment(F, 0.0, (0, P), (P, 0), (True, False))
+    after = Segment(B, 0.0, (P, 0), (0, P), (False, True))
+    demand, room = Demand((P, P), (ahead, after)), Room({"device": P, "host": 10**9})
+    free = bounds.least_seconds(demand, links(), room)
+    fixed = bounds.least_seconds(demand, links(), room, one_place=True)
+    assert free.seconds == pytest.approx(0.0, abs=1e-6)
+    assert fixed.seconds == pytest.approx(P / 100, rel=1e-6)

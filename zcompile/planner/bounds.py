@@ -41,7 +41,7 @@ linear program (`least_seconds`); the bound (`bound`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
@@ -370,10 +370,15 @@ def _fabric_seconds(segment: Segment, demand: Demand) -> dict[str, float]:
     return {demand.way.name: segment.crosses / demand.way.bytes_per_s}
 
 
-def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
+def least_seconds(
+    demand: Demand, links: Mapping[str, Link], room: Room, one_place: bool = False
+) -> LeastSeconds | None:
     """The least seconds of a step, by a linear program; None for more segments than are worth it.
 
     What stays over each border between segments competes for room.
+
+    one_place  as much of each group is on the device, and off the disk, at every border: the least
+               of plans in which entries rest in the same place in all segments
 
     For every border b between two segments, the end of a step among them, and every group k of
     bytes:
@@ -419,6 +424,9 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
         return None
     program, unit_s = LinearProgram(), _most_seconds(demand, links)
     _hold(program, demand, room)
+    if one_place:
+        for kind, k, b in product("hq", range(len(demand.groups)), range(1, len(demand.segments))):
+            program.exactly(0.0, ((kind, k, b), 1.0), ((kind, k, 0), -1.0))
     lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
     for several, seconds in demand.together:
         program.at_most(-seconds / unit_s, *((("T", n), -1.0) for n in several))

@@ -105,7 +105,9 @@ class LinkPaths:
         then, pairs = next(heeded, calls[0] if calls else None), []
         for now in reversed(calls):
             assert then is not None, "there are calls"
-            passed = passes_by(now.schedule, then.schedule, self._written_in(now, then))
+            passed = bool(now.schedule.changed_in_place) and passes_by(
+                now.schedule, then.schedule, self._written_in(now, then)
+            )
             pairs.append((None if passed else then, now))
             then = then if passed else now
         return pairs[::-1]

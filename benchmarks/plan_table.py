@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import zcompile
-from zcompile.frontend.dry_run.plan import trace
+from zcompile.frontend.dry_run.plan import Traced, trace
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.cost import TransferModes
@@ -255,22 +255,32 @@ def dry_terms(case: Case) -> Terms:
     return Terms(machine, ways, emulates, True, True, CHUNK_BYTES, "keep").on(machine)
 
 
-def dry(case: Case) -> list[Row]:
-    """A row for each budget, of one trace: what graphs hold is kept whatever the budget."""
+def traced_dry(case: Case) -> tuple[Traced, Terms]:
+    """A step of a case, traced for the machine that is written down here; and its terms."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     terms = dry_terms(case)
     model = case.build()
-    traced = trace(model, (case.inputs(),), terms, case.optimizer, case.micro_batches)
+    return trace(model, (case.inputs(),), terms, case.optimizer, case.micro_batches), terms
+
+
+def budgeted(traced: Traced, terms: Terms) -> Iterator[tuple[str, Terms]]:
+    """The terms under each budget: what graphs hold is kept whatever the budget."""
     states = sum(fact.nbytes for fact in traced.step.facts.values() if fact.kind.name in PLACED)
-    rows = []
     for budget, (on_device, on_host) in BUDGETS.items():
         tiers = {
             **terms.machine.tiers,
             "device": int(states * on_device) + traced.held_bytes,
             "host": int(states * on_host) + RING_BYTES,
         }
-        given = terms.on(replace(terms.machine, tiers=tiers))
+        yield budget, terms.on(replace(terms.machine, tiers=tiers))
+
+
+def dry(case: Case) -> list[Row]:
+    """A row for each budget, of one trace."""
+    traced, terms = traced_dry(case)
+    rows = []
+    for budget, given in budgeted(traced, terms):
         began = time.perf_counter()
         found = evaluated(
             traced.step, given, traced.held_bytes, traced.chunk_bytes, False, traced.reads.get

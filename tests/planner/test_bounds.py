@@ -194,3 +194,30 @@ def test_a_gradient_is_wanted_until_the_step_has_read_it():
         ((0,), (64,), (True,)),
         ((64,), (0,), (False,)),
     ]
+
+
+def test_a_gradient_is_wanted_until_a_late_update_has_read_it():
+    activation = EntryRef(8)
+    backward = schedule(B, Reduce(0, 0, nbytes=64))
+    late = replace(fetch(0, 0, 64), lasting=False)
+    reloaded = replace(fetch(1, 0, 32), lasting=False)
+    forward = schedule(F, late, reloaded)
+    calls = StepCall(forward, (W.gradient, activation)), StepCall(backward, (W,))
+    found = demand_of(StepTrace(calls), len)
+    assert found.groups == (64,)
+    assert found.gradients == {0}
+    assert [(x.reads, x.writes, x.lives) for x in found.segments] == [
+        ((64,), (0,), (False,)),
+        ((0,), (64,), (True,)),
+    ]
+
+
+def test_entries_that_rest_in_one_place_need_what_moving_ones_do_not():
+    # P fit. What one segment writes the other reads, and both is P, at another border each.
+    ahead = Segment(F, 0.0, (0, P), (P, 0), (True, False))
+    after = Segment(B, 0.0, (P, 0), (0, P), (False, True))
+    demand, room = Demand((P, P), (ahead, after)), Room({"device": P, "host": 10**9})
+    free = bounds.least_seconds(demand, links(), room)
+    fixed = bounds.least_seconds(demand, links(), room, one_place=True)
+    assert free.seconds == pytest.approx(0.0, abs=1e-6)
+    assert fixed.seconds == pytest.approx(P / 100, rel=1e-6)

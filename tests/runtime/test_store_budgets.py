@@ -273,7 +273,10 @@ def test_without_a_disk_no_room_is_kept(open_store):
 
 def test_the_ring_is_small_where_transfers_go_past_it():
     assert staging_size(16 * GiB, straight=True).nbytes == 32 * MiB
+    assert staging_size(8 * MiB, straight=True).nbytes == 2 * MiB
     assert staging_size(16 * MiB, straight=True).nbytes == 4 * MiB
+    assert staging_size(64 * MiB, straight=True).nbytes == 4 * MiB
+    assert staging_size(128 * MiB, straight=True).nbytes == 8 * MiB
     assert staging_size(16 * GiB, straight=False).nbytes == 128 * MiB
     assert staging_size(32 * GiB, straight=False).nbytes == 256 * MiB
 

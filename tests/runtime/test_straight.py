@@ -1,10 +1,12 @@
-"""Disk and memory exchange bytes without a copy between, where both lie on granules."""
+"""Disk and memory exchange bytes without a copy between, where both lie on granules; writes do
+where the ring has no room for them."""
 
 import pytest
 import torch
 
 from zcompile.ir.types import ALIGNMENT, EntryKind
 from zcompile.ir.units import Bytes, KiB
+from zcompile.machine.staging import lane_bytes
 
 SMALL = Bytes(256 * KiB)
 """The least host budget: all of it is staging, so entries rest on disk."""
@@ -33,17 +35,21 @@ def numbers(nbytes):
     return torch.arange(nbytes, dtype=torch.int64).to(torch.uint8)
 
 
-@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 70_001])
-def test_a_slot_goes_to_disk_and_comes_back_without_the_ring(open_store, staged, nbytes):
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 70_001, 192 * KiB, 192 * KiB + 1, 300_001])
+def test_a_slot_goes_to_disk_by_the_ring_if_that_has_room_and_comes_back_without(
+    open_store, staged, nbytes
+):
     store = open_store(host_memory=SMALL, disk=True)
-    ranges = staged(store)
+    ranges, through = staged(store), nbytes <= lane_bytes(SMALL)
     entry = store.create("w", EntryKind.PARAM, nbytes)
     if nbytes % (granule := entry.place.tier.granule) and granule > ALIGNMENT:
         pytest.skip(f"this disk moves whole blocks of {granule} bytes")
     source = store.arena.slot(0, nbytes)
     source.copy_(numbers(nbytes))
     store.put(entry, source).wait()
-    target = store.arena.slot(128 * KiB, nbytes)
+    assert bool(ranges) is through
+    ranges.clear()
+    target = store.arena.slot(512 * KiB, nbytes)
     store.fetch(entry, target).join_compute()
     assert torch.equal(target, numbers(nbytes))
     assert ranges == []
@@ -76,8 +82,8 @@ def test_a_part_that_ends_inside_the_entry_leaves_the_rest_as_it_was(open_store)
 def test_memory_that_lies_off_granules_takes_the_ring(open_store, staged):
     store = open_store(host_memory=SMALL, disk=True)
     ranges = staged(store)
-    entry = store.create("w", EntryKind.PARAM, 8192)
-    store.put(entry, store.arena.slot(0, 16_384)[100 : 100 + 8192]).wait()
+    entry = store.create("w", EntryKind.PARAM, 256 * KiB)
+    store.put(entry, store.arena.slot(0, 512 * KiB)[100 : 100 + entry.nbytes]).wait()
     assert ranges
 
 
@@ -86,6 +92,6 @@ def test_a_throttled_link_is_not_passed_by(open_store, staged):
     ranges = staged(store)
     entry = store.create("w", EntryKind.PARAM, 8192)
     store.put(entry, store.arena.slot(0, 8192)).wait()
-    assert ranges == []
+    ranges.clear()
     store.fetch(entry, store.arena.slot(0, 8192)).join_compute()
     assert ranges == [(0, 8192)]

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from zcompile.ir.effects import IN, Instruction
 from zcompile.ir.schedule import EntryIndex, Schedule
-from zcompile.ir.types import EntryKind, Phase
+from zcompile.ir.types import Phase
 
 N = TypeVar("N")
 """What names an entry: its key in the store, or its `EntryRef`."""
@@ -57,15 +57,19 @@ def handover(
     return Handover(ready, _joint_peak(now, ready))
 
 
-def passes_by(schedule: Schedule, kind_of: Callable[[EntryIndex], EntryKind]) -> bool:
-    """Whether fetches may be handed over past calls of `schedule`, from the call before to the one
-    after.
+def passes_by(schedule: Schedule, then: Schedule, written: Mapping[int, int]) -> bool:
+    """Whether fetches of `then` may be handed over past a call of `schedule`, by the call before.
 
-    They may where gradients are changed where they rest, as by clipping, and nothing else is done:
-    that takes nothing of the arena, and no fetch that can be foreseen brings what it writes.
+    They may past a step that moves nothing, takes nothing of the arena, and writes nothing that the
+    opening fetches bring: one that clips gradients where they rest, or that updates what rests on
+    the device while all other updates are late.
+
+    written  ticket of a fetch of `then` -> instruction of `schedule` after which its bytes are
+             written
     """
-    changed = schedule.changed_in_place
-    return bool(changed) and all(kind_of(entry) is EntryKind.GRAD for entry in changed)
+    if not schedule.changed_in_place:
+        return False
+    return not any(fetch.effects.ticket in written for fetch in _opening(then))
 
 
 def _joint_peak(now: Schedule, starts: Mapping[int, Sequence[Instruction]]) -> int:

@@ -57,7 +57,8 @@ class TransferModes:
 
     asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
     straight_read   a file is read into the arena without a buffer between, on no link but the disk
-    straight_write  slots of the arena are written to a file likewise
+    straight_write  slots of the arena are written to a file likewise, but for those that are
+                    written behind (`staging.py::writes_behind`)
     granule         block size of the disk: whole blocks move there
     chunk_bytes     of the staging ring, for all other bytes between disk and device
     ring_bytes      of all its chunks

@@ -12,8 +12,13 @@ LEAST_BYTES = LEAST_CHUNKS * LEAST_CHUNK_BYTES
 MOST_STAGING_BYTES = 256 * MiB
 """At 7 GB/s of NVMe this is 37 ms in flight, more than a link needs to be busy."""
 MOST_BESIDE_BYTES = 32 * MiB
-"""Largest ring where most transfers go straight between disk and arena, and the ring serves the
-others."""
+"""Largest ring where reads go straight from the disk to the arena, and the ring serves writes and
+all else."""
+BESIDE_PART = 16
+"""One part in so many of the host is such a ring, unless that is large: chunks of writes are large
+in it, and what it takes of a small host would save reads and writes as the home of entries."""
+SMALL_BESIDE_BYTES = 4 * MiB
+"""Largest ring of a quarter of the host, where a 16th is less."""
 RING_PART = 128
 """The ring takes one part in so many of the host. Nothing rests in it: a byte more of it is a byte
 more that is read from disk and written there in every step."""
@@ -39,9 +44,8 @@ class StagingSize(NamedTuple):
 def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
     """Size of the ring, for a host budget in bytes.
 
-    straight  most transfers between disk and device do not need the ring: the disk may be as fast
-              as it is, and transfers that do need the ring move in larger chunks, a quarter of a
-              small host
+    straight  most reads of the disk do not need the ring: that may be as fast as it is, and what
+              does need the ring moves in larger chunks
 
     raises  ConfigInvalid if the budget is smaller than the smallest ring
     """
@@ -52,8 +56,10 @@ def staging_size(host_budget: int, straight: bool = False) -> StagingSize:
             "is too small: transfers are staged in at "
             f"least {show_size(LEAST_BYTES)}; give that or more",
         )
-    small = min(host_budget // 8, SMALL_RING_BYTES)
-    part = host_budget // 4 if straight else max(host_budget // RING_PART, small)
+    if straight:
+        part = max(host_budget // BESIDE_PART, min(host_budget // 4, SMALL_BESIDE_BYTES))
+    else:
+        part = max(host_budget // RING_PART, min(host_budget // 8, SMALL_RING_BYTES))
     target = min(part, _most(straight))
     chunk = MOST_CHUNK_BYTES
     while chunk > LEAST_CHUNK_BYTES and chunk * 8 > target:
@@ -69,6 +75,16 @@ def backlog_bytes(host_budget: int, straight: bool = False) -> int:
 
 def _most(straight: bool) -> int:
     return MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
+
+
+def writes_behind(nbytes: int, ring_bytes: int) -> bool:
+    """Whether bytes that could go straight to the disk pass the ring all the same: if writes have
+    room for all of them at once there.
+
+    Their memory is free as soon as they are copied, and the disk writes them behind what comes
+    next: a slot of the arena is room that others wait for, and a disk is slower than memory.
+    """
+    return nbytes <= lane_bytes(ring_bytes)
 
 
 def lane_bytes(ring_bytes: int) -> int:

@@ -41,11 +41,11 @@ linear program (`least_seconds`); the bound (`bound`).
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
-from zcompile.ir.effects import GRADIENT
+from zcompile.ir.effects import GRADIENT, NEW
 from zcompile.ir.optimizer_step import resting_regions
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
@@ -225,11 +225,13 @@ K = TypeVar("K")
 
 class _At(NamedTuple):
     """The object that an instruction names: an entry's index, its copy in a dtype, or its
-    gradient."""
+    gradient. Of what does not last, only gradients are wanted, which late updates read: whatever
+    else is new in every call of a graph left the device by choice."""
 
     entry: int
     copy: object = None
     is_gradient: bool = False
+    lasts: bool = True
 
 
 class _Ranges(Generic[K]):
@@ -279,6 +281,8 @@ class _Touched:
             for at, begin, end in mine.items():
                 of = call.gradients if at.is_gradient else call.entries
                 names = of[at.entry], at.copy
+                if not (at.lasts or names[0].is_gradient):
+                    continue
                 if all_ is reads and names[0].is_copy and call.phase is Phase.STEP:
                     continue  # made anew, of what is there
                 if all_ is writes or names not in made:
@@ -296,10 +300,10 @@ def _touched(schedule: Schedule, region_seconds: Callable[..., float]) -> _Touch
     writes: _Ranges[_At] = _Ranges()
     for x in schedule.effects:
         home = x.home
-        # What is new in every call of a graph left the device by choice.
-        if home is None or not (home.lasting or schedule.phase is Phase.STEP):
+        if home is None or home.role is NEW:
             continue
-        at = _At(home.entry, home.copy_dtype, home.role is GRADIENT)
+        lasts = home.lasting or schedule.phase is Phase.STEP
+        at = _At(home.entry, home.copy_dtype, home.role is GRADIENT, lasts)
         if home.reads:
             reads.add(at, home.begin, home.end)
         if home.writes:
@@ -366,10 +370,15 @@ def _fabric_seconds(segment: Segment, demand: Demand) -> dict[str, float]:
     return {demand.way.name: segment.crosses / demand.way.bytes_per_s}
 
 
-def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> LeastSeconds | None:
+def least_seconds(
+    demand: Demand, links: Mapping[str, Link], room: Room, one_place: bool = False
+) -> LeastSeconds | None:
     """The least seconds of a step, by a linear program; None for more segments than are worth it.
 
     What stays over each border between segments competes for room.
+
+    one_place  as much of each group is on the device, and off the disk, at every border: the least
+               of plans in which entries rest in the same place in all segments
 
     For every border b between two segments, the end of a step among them, and every group k of
     bytes:
@@ -415,6 +424,9 @@ def least_seconds(demand: Demand, links: Mapping[str, Link], room: Room) -> Leas
         return None
     program, unit_s = LinearProgram(), _most_seconds(demand, links)
     _hold(program, demand, room)
+    if one_place:
+        for kind, k, b in product("hq", range(len(demand.groups)), range(1, len(demand.segments))):
+            program.exactly(0.0, ((kind, k, b), 1.0), ((kind, k, 0), -1.0))
     lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
     for several, seconds in demand.together:
         program.at_most(-seconds / unit_s, *((("T", n), -1.0) for n in several))

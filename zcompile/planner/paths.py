@@ -10,6 +10,7 @@ from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.machine.cost import Costs
 from zcompile.machine.model import RANK_LINKS, Link, Machine, slowest_way
+from zcompile.machine.staging import writes_behind
 from zcompile.planner.links import SimTransfer
 
 HOST, DISK = "host", "disk"
@@ -90,29 +91,37 @@ class LinkPaths:
         That is the next one, but for calls that are passed by, which hand over nothing themselves.
         """
         found: list[Ahead] = []
-        heeded = [call for call in calls if not self._passes_by(call)]
-        followers = iter([*heeded[1:], *heeded[:1]])
-        passed = {id(call) for call in calls} - {id(call) for call in heeded}
-        for now in calls:
-            if id(now) in passed:
+        for then, now in self._pairs(calls):
+            if then is None:
                 found.append((None, {}))
-                continue
-            then = next(followers)
-            writes = last_writes(now.schedule, now.entries.__getitem__)
-            written: dict[int, int] = {
-                x.ticket: writes[ref]
-                for x in then.schedule.effects
-                if x.lane is IN and x.home is not None and x.ticket is not None
-                if (ref := self.entry_of(then, x.home)) in writes
-            }
-            found.append((then, handover(now.schedule, then.schedule, written).starts))
+            else:
+                written = self._written_in(now, then)
+                found.append((then, handover(now.schedule, then.schedule, written).starts))
         return found
 
-    def _passes_by(self, call: StepCall) -> bool:
-        kinds = [
-            self._facts[r].kind if r in self._facts else EntryKind.RESULT for r in call.entries
-        ]
-        return passes_by(call.schedule, kinds.__getitem__)
+    def _pairs(self, calls: Sequence[StepCall]) -> list[tuple[StepCall | None, StepCall]]:
+        """Each call with the one that it hands over to; with None, if it is passed by."""
+        heeded = (call for call in calls if not call.schedule.changed_in_place)
+        then, pairs = next(heeded, calls[0] if calls else None), []
+        for now in reversed(calls):
+            assert then is not None, "there are calls"
+            passed = bool(now.schedule.changed_in_place) and passes_by(
+                now.schedule, then.schedule, self._written_in(now, then)
+            )
+            pairs.append((None if passed else then, now))
+            then = then if passed else now
+        return pairs[::-1]
+
+    def _written_in(self, now: StepCall, then: StepCall) -> Mapping[int, int]:
+        """Ticket of a fetch of `then` -> instruction of `now` after which what it brings is
+        written."""
+        writes = last_writes(now.schedule, now.entries.__getitem__)
+        return {
+            x.ticket: writes[ref]
+            for x in then.schedule.effects
+            if x.lane is IN and x.home is not None and x.ticket is not None
+            if (ref := self.entry_of(then, x.home)) in writes
+        }
 
     def transfer(self, call: StepCall, ref: EntryRef, x: Effects) -> SimTransfer:
         """The transfer of an instruction, to or from the bytes of `ref`."""
@@ -124,7 +133,8 @@ class LinkPaths:
             return self._gradient(ref, moved)
         self._written.add(ref)
         home = self.home(ref)
-        if home == DISK and self._ways.straight_write and x.reads_slot is not None:
+        straight = self._ways.straight_write and x.reads_slot is not None
+        if home == DISK and straight and not writes_behind(moved.nbytes, self._ways.ring_bytes):
             return self._sim_transfer(moved, 1, "disk_write", unseen="d2h")
         return self._leaving(home, moved)
 

@@ -89,11 +89,15 @@ class Foresight:
         self._store = store
         self._followers: OrderedDict[tuple[Identity, int], Call] = OrderedDict()
         self._last: tuple[Identity, int] | None = None
+        self._passed: list[tuple[Identity, int]] = []
+        """The calls that were passed by since."""
         self._turns: dict[Identity, int] = {}
         self._stepped = False
         self._prefetched: _Prefetched | None = None
         self._ready: dict[int, Sequence[Fetch]] = {}
         self._plans: OrderedDict[tuple[Identity, Identity], Handover] = OrderedDict()
+        self._passed_by: dict[tuple[Identity, Identity], bool] = {}
+        """Whether a call is passed by on the way to the next."""
         self._next: Call | None = None
         self._identities: dict[tuple[int, tuple[int, ...]], Identity] = {}
         self._kept: dict[object, tuple[object, Sequence[Entry | None], Identity]] = {}
@@ -128,20 +132,40 @@ class Foresight:
 
         others  live bytes outside the arena that are not of this call
         """
-        if passes_by(call.schedule, lambda index: call.entries[index].kind):
+        place = call.identity, self._turn(call)
+        then = self._follower(place)
+        if then is not None and self._passes_by(call, then):
+            self._passed.append(place)
             self._ready = {}
             return {}
-        place = call.identity, self._turn(call)
-        for known in (self._last, (self._last[0], LATEST)) if self._last is not None else ():
+        before = [*self._passed] if self._last is None else [self._last, *self._passed]
+        for known in (known for last in before for known in (last, (last[0], LATEST))):
             self._followers[known] = call
             self._followers.move_to_end(known)
             if len(self._followers) > MOST_REMEMBERED:
                 self._followers.popitem(last=False)
         self._last = place
+        self._passed.clear()
         given = self._take_over(call)
-        self._next = self._followers.get(place) or self._followers.get((call.identity, LATEST))
+        self._next = self._follower(place)
         self._ready = dict(self._plan(call, self._next, others)) if self._next else {}
         return given
+
+    def _follower(self, place: tuple[Identity, int]) -> Call | None:
+        """The call that came behind this one last, but for those that were passed by."""
+        return self._followers.get(place) or self._followers.get((place[0], LATEST))
+
+    def _passes_by(self, call: Call, then: Call) -> bool:
+        """Whether `call` is passed by on the way to `then`, which has followed it."""
+        if not call.schedule.changed_in_place:
+            return False
+        pair = call.identity, then.identity
+        if pair not in self._passed_by:
+            if len(self._passed_by) >= MOST_REMEMBERED:
+                self._passed_by.clear()
+            written = then.written_in(call)
+            self._passed_by[pair] = passes_by(call.schedule, then.schedule, written)
+        return self._passed_by[pair]
 
     def stepped(self) -> None:
         """An optimizer's step was called, and all of it waits."""
@@ -233,8 +257,10 @@ class Foresight:
         self.abandon()
         self._followers.clear()
         self._plans.clear()
+        self._passed_by.clear()
         self._kept.clear()
         self._last = None
+        self._passed.clear()
 
     @uninterrupted
     def _take_over(self, call: Call) -> dict[int, Ticket]:

@@ -9,8 +9,9 @@ A transfer is cut into parts, each of which lands by itself; three countdowns te
 them are. A transfer holds nothing until all that it follows is complete, or enqueued on the device
 and complete without anybody else; so what is in flight always ends. Chunks pass the staging ring
 each on its own: while one is copied to the device the next is read. Where system calls can reach
-the memory and it lies on granules of the tier, disk and memory exchange bytes without the ring. The
-sum of an add is formed on the host.
+the memory and it lies on granules of the tier, disk and memory exchange bytes without the ring, but
+for writes that the ring has room for, which free their memory sooner that way. The sum of an add is
+formed on the host.
 """
 
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.types import ALIGNMENT
+from zcompile.machine.staging import writes_behind
 from zcompile.runtime.device.base import CopyListener, CopyReport, Device, Direction
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
@@ -468,7 +470,8 @@ class Put(Transfer):
             )
 
     def _to_disk(self) -> None:
-        buffer = self.direct_buffer(self.begin, self.end)
+        behind = writes_behind(self.end - self.begin, self.context.staging.nbytes)
+        buffer = None if behind else self.direct_buffer(self.begin, self.end)
         # What is rounded up must lie in the padding of the extent, not on bytes of the entry.
         if buffer is None or self.begin + buffer.nbytes > max(self.end, self._padded_end()):
             self.by_chunks([(self.begin, self.end)])

@@ -213,3 +213,19 @@ def test_what_saves_and_tells_within_a_compiled_function_is_not_compiled(tmp_pat
 
     assert torch.compile(ends, backend=counting)(0) == (0, 1)
     assert counting.graphs == 0
+
+
+def test_a_compiled_function_reads_gradients_that_were_clipped(tmp_path):
+    """Their factor waits for who reads them first, and is applied before the call walks."""
+    (plain, _), (tiered, _) = pair(tmp_path, "SGD")
+    torch._dynamo.reset()
+
+    def norm(grad):
+        return grad.norm()
+
+    compiled = torch.compile(norm, backend="zinf")
+    for model, call in ((plain, norm), (tiered, compiled)):
+        model(inputs(0)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        model.seen = [call(p.grad) for p in list(model.parameters())[:2]]
+    assert plain.seen == tiered.seen

@@ -179,14 +179,16 @@ class TieredTensor(Unbacked):
         self._serves = CHANGES.mark, title, key
 
     @property
+    @traced_only_within_others
     def data(self) -> Tensor:
         if is_traced(self._handle):
             return self.detach()
         # Not detach(), which shares its version counter with self: what is written through .data
         # is not for autograd to know.
-        return TieredTensor.sharing(self, self.entry_layout)
+        return _another_view(self)
 
     @data.setter
+    @untraced
     def data(self, value: Tensor) -> None:
         assign_data(TieredTensor, self, value)
 
@@ -413,6 +415,12 @@ class Unmoved(TieredTensor):
 
 
 support_foreach(TieredTensor)
+
+
+@untraced
+def _another_view(tensor: TieredTensor) -> TieredTensor:
+    """All of a tensor once more, over the same bytes."""
+    return TieredTensor.sharing(tensor, tensor.entry_layout)
 
 
 def _refuse(plain: Tensor, value: Any) -> None:

@@ -213,3 +213,49 @@ def test_what_saves_and_tells_within_a_compiled_function_is_not_compiled(tmp_pat
 
     assert torch.compile(ends, backend=counting)(0) == (0, 1)
     assert counting.graphs == 0
+
+
+def follow(param):
+    """What a momentum encoder does to its parameters, and what a swap of weights does."""
+    param.data = param.data * 0.9 + 1
+    param.data.mul_(0.9)
+    kept, param.data = param.data, param.data.clone()
+    param.data = kept
+
+
+def test_the_data_of_parameters_changes_where_a_loop_breaks_the_graph(tmp_path):
+    """Torch runs the frame of such a loop in Python, and would trace what it calls one by one: a
+    view of a parameter would be a copy then, of a size that is a symbol."""
+    (plain, _), (tiered, _) = pair(tmp_path, "SGD")
+    torch._dynamo.reset()
+
+    def following(model):
+        def forward(x):
+            for param in model.parameters():
+                torch._dynamo.graph_break()
+                follow(param)
+            return model(x)
+
+        return forward
+
+    compiled = torch.compile(following(tiered), backend="zinf")
+    for step in range(2):
+        assert_equal(following(plain)(inputs(step)), compiled(inputs(step)))
+    for one, other in zip(plain.parameters(), tiered.parameters(), strict=True):
+        assert_equal(one, other)
+
+
+def test_a_compiled_function_reads_gradients_that_were_clipped(tmp_path):
+    """Their factor waits for who reads them first, and is applied before the call walks."""
+    (plain, _), (tiered, _) = pair(tmp_path, "SGD")
+    torch._dynamo.reset()
+
+    def norm(grad):
+        return grad.norm()
+
+    compiled = torch.compile(norm, backend="zinf")
+    for model, call in ((plain, norm), (tiered, compiled)):
+        model(inputs(0)).square().sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        model.seen = [call(p.grad) for p in list(model.parameters())[:2]]
+    assert plain.seen == tiered.seen

@@ -374,6 +374,8 @@ class Executor:
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)
+        elif schedule.phase is Phase.FORWARD:
+            self.store.deferrals.apply_each(entries)  # a schedule of its own, before this one walks
         self._agreed_ahead = None
         schedule = self._policy.narrowed(schedule, entries)
         # Taken now: what this call prepares may walk schedules of its own, on one rank alone.

@@ -50,6 +50,7 @@ from zcompile.runtime.eager.joined import run_noted_ops
 from zcompile.runtime.eager.repeats import call_as_before
 from zcompile.runtime.eager.rows import leaves_of
 from zcompile.runtime.eager.unbacked import Unbacked
+from zcompile.runtime.eager.written_views import note_gathered
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
@@ -179,14 +180,16 @@ class TieredTensor(Unbacked):
         self._serves = CHANGES.mark, title, key
 
     @property
+    @traced_only_within_others
     def data(self) -> Tensor:
         if is_traced(self._handle):
             return self.detach()
         # Not detach(), which shares its version counter with self: what is written through .data
         # is not for autograd to know.
-        return TieredTensor.sharing(self, self.entry_layout)
+        return _another_view(self)
 
     @data.setter
+    @untraced
     def data(self, value: Tensor) -> None:
         assign_data(TieredTensor, self, value)
 
@@ -415,6 +418,12 @@ class Unmoved(TieredTensor):
 support_foreach(TieredTensor)
 
 
+@untraced
+def _another_view(tensor: TieredTensor) -> TieredTensor:
+    """All of a tensor once more, over the same bytes."""
+    return TieredTensor.sharing(tensor, tensor.entry_layout)
+
+
 def _refuse(plain: Tensor, value: Any) -> None:
     """raises  Unsupported, where a plain tensor is given the .data of a tiered one"""
     name = "a parameter" if is_traced(value._handle) else f"{value._name_in_store()!r}"
@@ -486,6 +495,7 @@ def _gather_in_graph(func: Dispatched, args: Sequence[Any], kwargs: dict[str, An
         gathered = ops.gather(
             value._handle, layout.size, layout.stride, layout.offset, layout.dtype, value.device
         )
+        note_gathered(gathered)
         return layout.marked(gathered)
 
     for position, argument in enumerate(arguments_of(func)):

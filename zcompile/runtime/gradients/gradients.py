@@ -44,6 +44,7 @@ from zcompile.runtime.gradients.leaves import (
     in_layout_of,
     may_have_node_hooks,
     owner_of,
+    refuse_graph_of_gradients,
     run_hooks,
     store_tile,
     whole_layout,
@@ -83,7 +84,7 @@ class Gradients:
         self._store = store
         self._wrap = wrap
         self._norms = norms
-        self._expected: tuple[int, ...] = ()
+        self._expected: tuple[Leaf, ...] = ()
         self._calls: dict[int, tuple[Tie, tuple[int, ...]]] = {}
         """Calls that were made: tie to the node, and the parameter's id of each contribution."""
         self._unknown_pass: set[int] = set()
@@ -157,9 +158,7 @@ class Gradients:
             self._tiled.clear()
             self._shared.clear()
             self.exchanged.clear()
-        self._expected = tuple(
-            id(param) for leaf in leaves if (param := owner_of(leaf)) is not None
-        )
+        self._expected = tuple(leaf for leaf in leaves if owner_of(leaf) is not None)
 
     def begin(self) -> None:
         """A call begins."""
@@ -180,11 +179,13 @@ class Gradients:
         if self._expected:
             while self._dead_nodes:
                 self._calls.pop(self._dead_nodes.popleft().mark, None)
+            owners = tuple(id(owner_of(leaf)) for leaf in self._expected)
             if (found := node()) is not None:
                 number = next(self._numbers)
-                self._calls[number] = tie_to(found, self._dead_nodes, number), self._expected
+                self._calls[number] = tie_to(found, self._dead_nodes, number), owners
+                found.register_prehook(partial(refuse_graph_of_gradients, self._expected))
             else:
-                self._unknown_pass.update(self._expected)
+                self._unknown_pass.update(owners)
             self._expected = ()
 
     def count_contributions(self) -> None:
@@ -450,7 +451,7 @@ class Gradients:
 
         Not if others hold `.grad`: what is written to `p.grad = flat[a:b]` is to be seen in `flat`.
         What autograd made is not held by others, though it be a part of what it splits among
-        parameters (`cat`).
+        parameters (`cat`). Nor if it has a graph (`create_graph=True`), which no entry has.
 
         raises  Unsupported, if a hook would have to see one sum of which autograd has a part
         """
@@ -472,6 +473,8 @@ class Gradients:
             return
         if param.grad.layout is not torch.strided:
             return  # sparse: small, and of no fixed size
+        if param.grad.requires_grad:
+            return  # the user is to differentiate it
         if others_hold_gradient(param):
             if key[0] < 0 or tiered.grad_given or is_gradient_named(param):
                 return

@@ -61,6 +61,25 @@ def accumulating_parameters(leaves: Sequence[Leaf]) -> list[Tensor | None]:
     return [param if answers.get(id(param)) else None for param in found]
 
 
+def refuse_graph_of_gradients(leaves: Sequence[Leaf], _: object) -> None:
+    """Autograd comes to the node of a compiled call: refuse `backward(create_graph=True)`.
+
+    The gradients of `leaves` do not pass through autograd, so that they have no graph, and a loss
+    that is made of them would be a constant.
+
+    raises  Unsupported, if one of the parameters takes a gradient that is to have a graph
+    """
+    if not torch.is_grad_enabled():  # which it is in a backward that records its ops
+        return
+    for leaf in leaves:
+        if accumulating_parameter(leaf) is not None:
+            raise Unsupported(
+                f"the gradient of {leaf.name!r} is to have a graph (create_graph=True), and a "
+                "compiled model computes it, whose backward cannot be differentiated",
+                "call the model without torch.compile where gradients are differentiated",
+            )
+
+
 def owner_of(leaf: Leaf) -> Tensor | None:
     """The parameter whose gradient comes by a handle; None if it is gone."""
     return leaf.owner() if leaf.owner is not None else None

@@ -124,6 +124,12 @@ class Deferrals(Generic[E]):
             entry.settle()
             self._apply_now(entry)
 
+    def apply_each(self, entries: Iterable[E]) -> None:
+        """Apply what is deferred of these entries."""
+        if self._waiting:
+            for entry in entries:
+                self.apply(entry)
+
     def drop(self, entry: E) -> None:
         """The entry is dead."""
         self._waiting.pop(entry.key, None)

@@ -399,6 +399,12 @@ def as_they_rest(entries: Iterable[Entry]) -> Iterator[None]:
             entry.narrow, entry.nbytes = cast, nbytes
 
 
+def all_written(entries: Iterable[Entry]) -> None:
+    """As `Entry.written` of each: an optimizer's step writes hundreds in place."""
+    for entry in entries:
+        entry.version += 1
+
+
 def call_key(serial: int, entries: Sequence[Entry]) -> object:
     """What something is kept by for the next such call of a schedule: one may serve many layers,
     of which each has entries that outlive steps. Others are new in every step."""

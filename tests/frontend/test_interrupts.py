@@ -317,6 +317,28 @@ def test_a_second_interrupt_breaks_a_wait_and_only_that():
     assert not promise.done()
 
 
+def test_interrupts_are_deferred_in_a_process_that_another_thread_has_forked():
+    codes = []
+
+    def fork():
+        if child := os.fork():
+            codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return
+        code = 1
+        try:
+            with deferred_interrupts():
+                signal.raise_signal(signal.SIGINT)
+                code = 2  # it has not struck here
+        except KeyboardInterrupt:
+            code = 0 if code == 2 else 3
+        os._exit(code)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
 def test_a_handler_of_the_user_is_called_once_and_stays():
     calls = []
     usual = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))

@@ -69,6 +69,32 @@ def test_memory_of_another_size_has_other_views(device):
     assert arena.holds(arena.view(1024, floats))
 
 
+def test_a_slot_is_the_same_object_each_time_and_lies_in_the_memory_there_is(device):
+    arena = arena_of(device, 64 * KiB)
+    with torch.inference_mode():
+        slot = arena.slot(1024, 512)
+    assert arena.slot(1024, 512) is slot
+    slot.fill_(7)  # by training
+    arena.set_outside_bytes(16 * KiB)
+    assert not arena.holds(slot)
+    assert arena.slot(1024, 512).tolist() == [0] * 512
+
+
+def test_a_slot_is_refused_where_a_gather_lies_that_came_after_others_had_left(device):
+    arena = arena_of(device, 64 * KiB)
+    first = arena.take(4 * KiB, "the first")
+    at = address(arena, first)
+    with pytest.raises(BudgetExceeded, match="the first"):
+        arena.take_slot(at, 4 * KiB)
+    del first
+    arena.take_slot(at, 4 * KiB)
+    arena.give_slot(at, 4 * KiB)
+    second = arena.take(4 * KiB, "the second")
+    arena.take_slot(0, 4 * KiB)
+    with pytest.raises(BudgetExceeded, match="the second"):
+        arena.take_slot(address(arena, second), 4 * KiB)
+
+
 def test_a_slot_beyond_the_budget_is_refused(device):
     with pytest.raises(BudgetExceeded, match="raise device_memory"):
         arena_of(device, 4 * KiB).slot(4 * KiB, 1)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from zcompile.ir.step import Passage
-from zcompile.runtime.meter import MOST_SPANS, Gauge, Meter
+from zcompile.runtime.meter import MOST_SPANS, MOST_SPLITS, Gauge, Meter, Walk
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,28 @@ def test_spans_are_read_when_asked():
     meter.span("stall", At(2.0), At(2.25))
     meter.add("stall", 1.0)
     assert meter.seconds() == {"compute": 0.5, "stall": 1.25, "optimizer": 0.0}
+
+
+def test_a_walk_that_is_not_timed_is_divided_as_the_last_one_that_was():
+    meter = Meter()
+    for compute, stall in ((1.0, 9.0), (3.0, 1.0)):  # the first is the cold one
+        timed = Walk(1, timed=True)
+        meter.span("compute", At(0.0), At(compute / 2), timed)
+        meter.span("stall", At(0.0), At(stall), timed)
+        meter.span("compute", At(0.0), At(compute / 2), timed)
+    assert meter.seconds() == {"compute": 4.0, "stall": 10.0, "optimizer": 0.0}
+    meter.span("compute", At(0.0), At(8.0), Walk(1, timed=False))
+    assert meter.seconds() == {"compute": 10.0, "stall": 12.0, "optimizer": 0.0}
+    meter.span("optimizer", At(0.0), At(1.0), Walk(2, timed=False))  # nothing is known of it
+    assert meter.seconds() == {"compute": 10.0, "stall": 12.0, "optimizer": 1.0}
+
+
+def test_of_few_schedules_is_kept_how_their_time_divides():
+    meter = Meter()
+    for schedule in range(3 * MOST_SPLITS):
+        meter.span("compute", At(0.0), At(1.0), Walk(schedule, timed=True))
+        meter.seconds()
+    assert len(meter._splits) <= MOST_SPLITS
 
 
 def test_spans_that_nobody_asks_for_stay_few():

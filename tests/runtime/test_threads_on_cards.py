@@ -22,16 +22,16 @@ class Event:
 @pytest.fixture
 def device(monkeypatch):
     made = CudaDevice.__new__(CudaDevice)
-    made.torch_device = torch.device("cuda", 3)
-    made.chosen = []
+    made.torch_device, made._card = torch.device("cuda", 3), 3
+    made.chosen, made.events = [], []
     stands_in = SimpleNamespace(Event=lambda **given: Event(), set_device=made.chosen.append)
     monkeypatch.setattr(cuda, "_CUDA", stands_in)
     return made
 
 
 ASKED = {
-    "whether a mark is complete": lambda device: Mark(device, []).done(),
-    "to wait for a mark": lambda device: Mark(device, []).wait(),
+    "whether a mark is complete": lambda device: Mark(device).done(),
+    "to wait for a mark": lambda device: Mark(device).wait(),
     "to wait for a stream": lambda device: CudaCopier(device, Event(), "a lane").synchronize(),
 }
 

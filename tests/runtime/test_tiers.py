@@ -1,6 +1,7 @@
 """One suite over every tier: what is written is read, wherever it rests."""
 
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,19 @@ def test_an_entry_of_the_host_tier_may_cross_blocks(monkeypatch):
         8 * KiB,
         2 * KiB,
     ]
+
+
+def test_the_host_tier_tells_where_bytes_lie_by_the_same_objects_until_it_is_closed():
+    tier = HostTier(64 * KiB, host_pages, Gauge())
+    extent = tier.reserve(8 * KiB, "a")
+    with torch.inference_mode():
+        ((_, memory),) = tier.pieces(extent, 0, 8 * KiB)
+    assert tier.pieces(extent, 0, 8 * KiB)[0][1] is memory
+    memory.add_(1)  # by training
+    alive = weakref.ref(memory.untyped_storage())
+    del memory
+    tier.close()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("block", [8 * KiB, 1 * MiB])

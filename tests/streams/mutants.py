@@ -269,7 +269,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
                 CudaDevice,
                 "_on_stream",
                 "made.event.record(stream)",
-                "made.event.record(stream); self._events.append(made.event)",
+                "made.event.record(stream); self.events.append(made.event)",
             ),
         ),
     ),
@@ -280,7 +280,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
                 CudaDevice,
                 "mark",
                 "made.event.record(self.compute_stream())",
-                "made.event.record(self.compute_stream()); self._events.append(made.event)",
+                "made.event.record(self.compute_stream()); self.events.append(made.event)",
             ),
         ),
     ),
@@ -290,9 +290,9 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 CudaDevice,
                 "_on_stream",
-                "stream, made = self._streams[direction], Mark(self, self._events)",
-                "stream, made = self._streams[direction], Mark(self, self._events); "
-                "last = self.__dict__.setdefault('last', []); self._events.extend(last); "
+                "stream, made = self._streams[direction], Mark(self)",
+                "stream, made = self._streams[direction], Mark(self); "
+                "last = self.__dict__.setdefault('last', []); self.events.extend(last); "
                 "last[:] = [made.event]",
             ),
         ),

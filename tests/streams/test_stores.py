@@ -19,6 +19,7 @@ from zcompile.ir.units import MiB
 from zcompile.runtime.device.cuda import Mark
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.store import Store
+from zcompile.runtime.transfer.one_copy import MOST_UNSEEN
 from zcompile.runtime.transfer.queue import Backlog
 
 SIZE = 2 * MiB
@@ -192,13 +193,23 @@ def test_of_the_end_of_a_copy_the_host_hears_when_others_are_enqueued(store, mon
     first = put(store, entry)
     assert (first.done(), store.is_idle()) == (False, False)
     monkeypatch.setattr(Event, "answers", True)
-    second = put(store, entry)
+    others = [put(store, entry) for _ in range(MOST_UNSEEN + 1)]
     assert first.over
-    assert not second.over
+    assert not others[-1].over
     assert store.is_idle()
-    assert second.over
+    assert others[-1].over
     assert not store.simulation.held._jobs, "no thread waits"
-    assert store.meter.bytes()["d2h"] == 2 * SIZE
+    assert store.meter.bytes()["d2h"] == (2 + MOST_UNSEEN) * SIZE
+
+
+def test_the_host_looks_for_ends_once_for_some_copies(store, monkeypatch):
+    looks, look = [], store._mover.ends._take_ended
+    monkeypatch.setattr(store._mover.ends, "_take_ended", lambda: looks.append(1) or look())
+    monkeypatch.setattr(Event, "answers", True)
+    entry, rounds = create(store, "w"), 3
+    for _ in range(rounds * MOST_UNSEEN + 1):
+        put(store, entry)
+    assert len(looks) == rounds
 
 
 def test_who_asks_for_the_end_of_a_copy_has_a_thread_wait_for_it(store):
@@ -269,10 +280,10 @@ def test_events_are_used_again(store, monkeypatch):
     monkeypatch.setattr(Event, "__init__", counted)
     monkeypatch.setattr(Event, "answers", True)
     entry = create(store, "w")
-    for _ in range(3):
+    for _ in range(MOST_UNSEEN):
         put(store, entry)
     before = len(made)
-    for _ in range(20):
+    for _ in range(5 * MOST_UNSEEN):
         put(store, entry)
         store.fetch(entry, store.arena.slot(SIZE, SIZE)).join_compute()
     assert len(made) <= before + 2
@@ -430,7 +441,7 @@ def test_who_abandons_a_store_goes_on_though_one_end_fails(store, monkeypatch):
 def test_what_the_host_meets_before_a_copy_takes_no_room_twice(store, monkeypatch):
     monkeypatch.setattr(store, "will_join", lambda: True)
     entry = create(store, "w")
-    first = put_from_compute(store, entry, 64)
+    before = [put_from_compute(store, entry, 64) for _ in range(MOST_UNSEEN)]
 
     def query(event):
         raise AssertionError("a defect")
@@ -439,8 +450,8 @@ def test_what_the_host_meets_before_a_copy_takes_no_room_twice(store, monkeypatc
         patch.setattr(Event, "query", query)
         with pytest.raises(AssertionError, match="a defect"):
             put_from_compute(store, entry, 64)
-    assert store._backlog._now == 64, "the first"
-    assert list(store._mover._in_flight) == [first], "what was refused is nowhere"
+    assert store._backlog._now == MOST_UNSEEN * 64, "those before"
+    assert list(store._mover._in_flight) == before, "what was refused is nowhere"
     store.drain()
     assert store._backlog._now == 0
 

@@ -12,6 +12,10 @@ from streams.cuda import Event
 from streams.modes import MODES, WARM, Training, plainly, training
 from streams.mutants import EQUIVALENT, MUTANTS, Edit
 
+from zcompile.ir.schedule import Left, Wait
+from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.executor import _Call
+from zcompile.runtime.profile import EVERY
 from zcompile.runtime.transfer.one_copy import OneCopy
 
 FIRST = 3
@@ -49,6 +53,25 @@ def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):
     # Where a step has room beside the arena, that goes back to the device once, at its end.
     waits = [who for who in run.first_waits if " < leave < " not in who]
     assert bool(waits) == run.mode.by_host, waits
+
+
+def test_a_walk_that_is_not_timed_records_two_events_for_a_stopwatch(run, monkeypatch):
+    walks, stamps, walk, stamp = [], [], _Call.run, CudaDevice.stamp
+
+    def noting(call, others):
+        before = len(stamps)
+        walk(call, others)
+        joins = any(isinstance(x, Wait | Left) for x in call.schedule.instructions)
+        walks.append((call.walk.timed, joins, len(stamps) - before))
+
+    monkeypatch.setattr(_Call, "run", noting)
+    monkeypatch.setattr(CudaDevice, "stamp", lambda device: stamps.append(1) or stamp(device))
+    run.steps(EVERY)
+    untimed = {made for timed, _, made in walks if not timed}
+    assert untimed == {2}, "where it begins, and where it ends"
+    assert all(made > 2 for timed, joins, made in walks if timed and joins)
+    assert run.session.meter.seconds()["compute"] >= 0.0
+    run.begin_anew()
 
 
 @pytest.mark.parametrize("name", sampled(["streaming", "part on the device"], "streaming"))

@@ -55,6 +55,7 @@ from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.host_updates import HostUpdates, HostWalk
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
+from zcompile.runtime.meter import Walk
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
 from zcompile.runtime.ranks.calls import CallDigests
 from zcompile.runtime.ranks.fabric import Fabric, Marked, digest_of, told_to_ranks
@@ -562,6 +563,8 @@ class _Call:
         self.digest_of_call, self.agreed_ahead = executor.digest_of_call, agreed_ahead
         self.given: dict[int, Ticket] = {}
         self.watch = executor.clocks.watch(schedule)
+        # Reading the host's clock costs nothing; an event of a stream costs as much as a transfer.
+        self.walk = Walk(schedule.serial, self.watch.timed or executor.store.device.streams is None)
 
     def results(self) -> list[Any]:
         """The results of the call: no tensor over memory of the store is handed out as it is."""
@@ -618,7 +621,7 @@ class _Call:
                 raise broken from error
             raise
         self.held.end(self.values)
-        meter.span(self._account, self.lap, device.stamp())
+        meter.span(self._account, self.lap, device.stamp(), self.walk)
         self.watch.over()
 
     def _run_instructions(self) -> None:
@@ -877,7 +880,8 @@ class _Call:
         entry = source_of(fetch, self.entries)
         arena.take_slot(fetch.slot.address, fetch.slot.nbytes, entry.name)
         self.taken.add(fetch.slot)
-        self.store.meter.count("gathers", int(self.schedule.phase is not Phase.STEP))
+        if self.schedule.phase is not Phase.STEP:
+            self.store.meter.count("gathers")
         return self.store.fetch(
             entry,
             arena.slot(fetch.slot.address + fetch.offset, fetch.nbytes),
@@ -902,13 +906,16 @@ class _Call:
         self._count_stall(ticket.join_compute)
 
     def _count_stall(self, until: Callable[[], None]) -> None:
-        """Wait by `until`, and count that as a stall."""
+        """Wait by `until`, and count that as a stall, if this walk is timed."""
+        if not self.walk.timed:
+            until()
+            return
         device, meter = self.store.device, self.store.meter
         before = device.stamp()
-        meter.span(self._account, self.lap, before)
+        meter.span(self._account, self.lap, before, self.walk)
         until()
         self.lap = device.stamp()
-        meter.span("stall", before, self.lap)
+        meter.span("stall", before, self.lap, self.walk)
 
     def _send_updates(self) -> None:
         """After an error: send home what late updates have written whole."""

@@ -390,6 +390,8 @@ class PendingReads:
 
     def of(self, target: Tensor) -> Sequence[Ticket]:
         """The tickets to wait for before `target` is overwritten."""
+        if not self._reads:
+            return ()
         self._reads = [row for row in self._reads if not row[2].done()]
         begin = target.data_ptr()
         end = begin + target.nbytes

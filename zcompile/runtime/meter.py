@@ -37,6 +37,22 @@ class Stamp(Protocol):
         """Whether the device has passed it."""
 
 
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """One walk of a schedule, to which spans belong.
+
+    schedule  its serial
+    timed     its spans are of all activities, one after the other; else one span is of all of it
+    """
+
+    schedule: int
+    timed: bool
+
+
+MOST_SPLITS = 1024
+"""Schedules of which is kept how the time of their walks divides."""
+
+
 class Gauge:
     """A level and its high-water mark; thread-safe. `within`: a level that this is a part of."""
 
@@ -104,7 +120,10 @@ class Meter:
         self._counts = dict.fromkeys((*TOTALS, *STRUCTURE), 0)
         self._before = Totals(dict.fromkeys(LINKS, 0), dict.fromkeys(SECONDS, 0.0), 0)
         """What had been counted by the last reset."""
-        self._spans: deque[tuple[str, Stamp, Stamp]] = deque()
+        self._spans: deque[tuple[str, Stamp, Stamp, Walk | None]] = deque()
+        self._splits: dict[int, tuple[Walk, dict[str, float]]] = {}
+        """Serial of a schedule -> its last walk that was timed, and the seconds of each activity
+        in that."""
         self._passages: deque[Passage] | None = None
 
     def moved(self, link: str, nbytes: int) -> None:
@@ -155,9 +174,13 @@ class Meter:
         with self._lock:
             self._seconds[activity] += seconds
 
-    def span(self, activity: str, begin: Stamp, end: Stamp) -> None:
-        """`activity` lasted from `begin` to `end` of the device's clock, which is read later."""
-        self._spans.append((activity, begin, end))
+    def span(self, activity: str, begin: Stamp, end: Stamp, walk: Walk | None = None) -> None:
+        """`activity` lasted from `begin` to `end` of the device's clock, which is read later.
+
+        walk  that it is a part of, if it is; of one that is not timed, the span is divided as the
+              last one of its schedule was that is
+        """
+        self._spans.append((activity, begin, end, walk))
         if len(self._spans) > MOST_SPANS:
             self._read_spans(MOST_SPANS // 2)
 
@@ -241,7 +264,29 @@ class Meter:
             try:
                 if not waits and not self._spans[0][2].passed():
                     return
-                activity, begin, end = self._spans.popleft()
+                activity, begin, end, walk = self._spans.popleft()
             except IndexError:  # another thread reads them too
                 return
-            self.add(activity, begin.until(end))
+            seconds = begin.until(end)
+            if walk is None:
+                self.add(activity, seconds)
+            else:
+                self._add_of(walk, activity, seconds)
+
+    def _add_of(self, walk: Walk, activity: str, seconds: float) -> None:
+        """As `add`, of a span of a walk."""
+        with self._lock:
+            last, split = self._splits.get(walk.schedule, (None, {}))
+            if walk.timed:
+                if last is not walk:
+                    if len(self._splits) >= MOST_SPLITS:
+                        self._splits.clear()
+                    split = {}
+                    self._splits[walk.schedule] = walk, split
+                split[activity] = split.get(activity, 0.0) + seconds
+            parts = {activity: 1.0} if walk.timed else split
+            whole = sum(parts.values())
+            if not whole:  # nothing is known of it
+                parts, whole = {activity: 1.0}, 1.0
+            for part, part_s in parts.items():
+                self._seconds[part] += seconds * part_s / whole

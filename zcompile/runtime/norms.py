@@ -7,6 +7,7 @@ no gradient again. The bits are those of the later call: it is the same kernel o
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.store.store import Entry
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measure:
-    """One way to measure a gradient: `func(gradient, *rest, **kwargs)`.
+    """One way to measure a gradient: `func(gradient, *rest, **kwargs)`. The same object each time
+    (`measure_of`): gradients keep results by it.
 
     lists  `func` takes a list of tensors and gives one
     """
@@ -54,9 +56,24 @@ class Measure:
         return [whole] if self.lists else whole
 
 
-CLIPPING = Measure(torch.ops.aten._foreach_norm.Scalar, (2.0,), (), True)
+@lru_cache(maxsize=64)
+def measure_of(
+    func: Callable[..., Any],
+    rest: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    lists: bool,
+) -> Measure:
+    """The one object for this measure."""
+    return Measure(func, rest, kwargs, lists)
+
+
+CLIPPING = measure_of(torch.ops.aten._foreach_norm.Scalar, (2.0,), (), True)
 """The norm that `clip_grad_norm_` asks for by default; measured in the first step, in which nothing
 is known of the loop yet."""
+
+
+NOT_MEASURED = -1, None, None
+"""In place of what an entry keeps of a measure: the version of none."""
 
 
 class Norms:
@@ -93,13 +110,20 @@ class Norms:
 
     def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
         """The result of `measure`, the caller's own; None, if the entry has been written since."""
-        if entry.version == max(len(entry.tiles), 1):
-            # Written once; a gradient that is summed up has other values by now.
-            self._asked[measure] = None
-        version, lies, value = entry.norms.get(measure, (-1, None, None))
-        if version != entry.version or lies != layout:
+        value = self.kept(entry, layout, measure)
+        if value is None:
             return None
         return [norm.clone() for norm in value] if measure.lists else value.clone()
+
+    def kept(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
+        """As `of`, of which the caller makes a copy of its own."""
+        if entry.version == (len(entry.tiles) or 1):
+            # Written once; a gradient that is summed up has other values by now.
+            self._asked[measure] = None
+        version, lies, value = entry.norms.get(measure, NOT_MEASURED)
+        if version != entry.version or (lies is not layout and lies != layout):
+            return None
+        return value
 
     def step_ended(self) -> None:
         """The next step measures what this one asked for."""

@@ -5,7 +5,9 @@ starts from (`ir/step.py`), without an entry or a tensor. `Clocks` collects the 
 costs are known and predictions checked. Host time is read around every instruction of the first
 walks of a schedule, and of one in EVERY later on: what a region costs does not change from step to
 step, and reading it should cost nothing either. Where compute runs beside the host (CUDA), events
-of the device time the regions of the first walks, and are read when costs are asked for.
+of the device time the regions of the first walks, and are read when costs are asked for. There only
+such walks time what compute waits for, too: a walk that is not timed has two events, and its time
+divides as that of the last one that was (`runtime/meter.py::Meter.span`).
 
 One figure stands for many samples of one thing (`Samples`): the mean of the last RECENT counts, of
 which none counts for more than MOST times their median. A step is the sum of hundreds of such times

@@ -8,7 +8,7 @@ the CPU, for which autograd and tracing know every op; on `meta` some have no gr
 import ctypes
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -189,9 +189,8 @@ class DryRunTier:
         self.in_memory = in_memory
         self._in_use = in_use
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        if self.in_memory:
-            yield begin, blank((end - begin,), (1,), torch.uint8)
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        return ((begin, blank((end - begin,), (1,), torch.uint8)),) if self.in_memory else ()
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         self._in_use.change(nbytes)

@@ -80,9 +80,12 @@ class Arena:
         self._holders: dict[int, str] = {}  # of slots, by `begin`
         # Eager and reserved ranges: begin -> (end, name).
         self._eager: dict[int, tuple[int, str]] = {}
+        self._eager_from = budget_bytes
+        """None of them begins below."""
         # Ties to the storages over eager ranges, by `begin`.
         self._ties: dict[int, Tie] = {}
         self._returned = Dead()
+        self._slot_memory: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, Layout], Tensor] = {}
         self._views_of: dict[int, list[tuple[object, object, Tensor] | None]] = {}
         self.lent: dict[object, Any] = {}
@@ -135,11 +138,14 @@ class Arena:
 
     def window_and_holds(self, tensor: Tensor) -> tuple[Tensor, bool]:
         """`window` and `holds` at once, for what is asked of each transfer."""
+        if not self.is_apart(tensor):  # a slot, as most are: its storage is nobody's to keep
+            return tensor, True
         window = self.window(tensor)
         return window, window is not tensor or lies_in(tensor, self.scratch.memory)
 
     def slot(self, address: int, nbytes: int) -> Tensor:
-        """The bytes of a planned slot: uint8 [nbytes]. Accounts for nothing."""
+        """The bytes of a planned slot: uint8 [nbytes], the same object each time, so nobody may
+        change its metadata. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:
             if (beside := self.scratch.slot(address, nbytes)) is not None:
                 return beside
@@ -151,8 +157,15 @@ class Arena:
                 (),
                 "raise device_memory",
             )
-        memory = self._memory if self._memory is not None else self._allocated()
-        return memory[address : address + nbytes]
+        known = address, nbytes
+        slot = self._slot_memory.get(known)
+        if slot is None:
+            if len(self._slot_memory) >= MOST_VIEWS:
+                self._forget_views()
+            memory = self._memory if self._memory is not None else self._allocated()
+            with torch.inference_mode(False):  # as of `view`
+                slot = self._slot_memory[known] = memory[address : address + nbytes]
+        return slot
 
     def view(self, address: int, layout: Layout) -> Tensor:
         """A tensor of `layout` over the bytes from `address` on, where an entry rests for long.
@@ -183,6 +196,7 @@ class Arena:
         return found
 
     def _forget_views(self) -> None:
+        self._slot_memory.clear()
         self._views.clear()
         self._views_of.clear()
         self.lent.clear()
@@ -256,8 +270,7 @@ class Arena:
             top = self.budget_bytes // ALIGNMENT * ALIGNMENT
             for begin, end in [*reversed(self._used_ranges()), (0, above)]:
                 if top - nbytes >= max(end, above):
-                    self._eager[top - nbytes] = (top, name)
-                    self._in_use.change(nbytes)
+                    self._enter_eager(top - nbytes, top, name)
                     return top - nbytes
                 top = min(top, begin // ALIGNMENT * ALIGNMENT)
             return None
@@ -292,9 +305,13 @@ class Arena:
             begin = self._find_hole(size)
             if begin is None:
                 return None
-            self._eager[begin] = (begin + size, name)
-            self._in_use.change(size)
+            self._enter_eager(begin, begin + size, name)
             return begin
+
+    def _enter_eager(self, begin: int, end: int, name: str) -> None:
+        self._eager[begin] = (end, name)
+        self._eager_from = min(self._eager_from, begin)
+        self._in_use.change(end - begin)
 
     def _find_hole(self, size: int) -> int | None:
         """The address for `size` bytes: in the tightest hole above all slots, else in the highest
@@ -345,9 +362,12 @@ class Arena:
     def _eager_within(self, begin: int, end: int) -> str | None:
         """The name of who holds an eager or reserved range that overlaps [begin, end), or None."""
         self._take_back_dead()
+        if end <= self._eager_from:  # the window that values stream through lies below all of them
+            return None
         for low, (high, name) in self._eager.items():
             if low < end and begin < high:
                 return name
+        self._eager_from = min(self._eager, default=self.budget_bytes)
         return None
 
     def _take_back_dead(self) -> None:

@@ -29,13 +29,7 @@ _CUDA: Any = torch.cuda
 class _Here(threading.local):
     """The card that each thread was last found to be for; None: it has not been asked."""
 
-    def __init__(self) -> None:
-        self._card: int | None = None
-
-    def is_new(self, card: int) -> bool:
-        """Whether this thread was not for this card; it is from here on."""
-        before, self._card = self._card, card
-        return before != card
+    card: int | None = None
 
 
 _HERE = _Here()
@@ -62,7 +56,7 @@ class CudaDevice:
         self, device: torch.device, meter: Meter, crashed: Callable[[BaseException], None]
     ) -> None:
         index = _CUDA.current_device() if device.index is None else device.index
-        self.torch_device = torch.device("cuda", index)
+        self.torch_device, self._card = torch.device("cuda", index), index
         self._meter = meter
         self._streams = {link: _CUDA.Stream(self.torch_device) for link in ("h2d", "d2h")}
         self._own_streams: list[Any] = []
@@ -73,7 +67,8 @@ class CudaDevice:
         self._host = workers.pop("host")
         self._reapers = workers
         self._pinned: list[Tensor] = []
-        self._events: list[Any] = []
+        self.events: list[Any] = []
+        """Those that no mark has now."""
         self._timing_events: list[Any] = []
 
     @property
@@ -118,7 +113,7 @@ class CudaDevice:
             return torch.as_tensor(borrowed, device=self.torch_device)
 
     def mark(self) -> Ticket:
-        made = Mark(self, self._events)
+        made = Mark(self)
         made.event.record(self.compute_stream())
         return made
 
@@ -145,9 +140,10 @@ class CudaDevice:
         """Let CUDA be on this card in the thread that calls, if it is one of the runtime's. A new
         thread is on card 0, and whatever it asks of CUDA makes a context of some hundred MiB there:
         one for each rank, on the card of the first. Threads of the user stay where they are."""
-        is_new = _HERE.is_new(self.torch_device.index)
-        if is_new and isinstance(threading.current_thread(), Worker):
-            _CUDA.set_device(self.torch_device)
+        if _HERE.card != self._card:
+            _HERE.card = self._card
+            if isinstance(threading.current_thread(), Worker):
+                _CUDA.set_device(self.torch_device)
 
     def can_bypass_staging(self, direction: Direction) -> bool:
         return True
@@ -222,7 +218,7 @@ class CudaDevice:
         name  of the entry it is about, for people
         """
         self.enter_thread()
-        stream, made = self._streams[direction], Mark(self, self._events)
+        stream, made = self._streams[direction], Mark(self)
         with _CUDA.stream(stream):
             for mark in after:
                 assert isinstance(mark, Mark)
@@ -285,7 +281,7 @@ class CudaCopier:
 
     def enqueue(self, target: Tensor, source: Tensor) -> "Mark":
         self._device.enter_thread()
-        made = Mark(self._device, self._device._events)
+        made = Mark(self._device)
         with _CUDA.stream(self._stream):
             target.copy_(source, non_blocking=True)
             made.event.record(self._stream)
@@ -305,13 +301,14 @@ class _Pooled:
     """
 
     __slots__ = ("_pool", "event")
+    timing = False
 
-    def __init__(self, pool: list[Any], timing: bool) -> None:
+    def __init__(self, pool: list[Any]) -> None:
         self._pool = pool
         try:
             self.event = pool.pop()
         except IndexError:
-            self.event = _CUDA.Event(enable_timing=timing, blocking=True)
+            self.event = _CUDA.Event(enable_timing=self.timing, blocking=True)
 
     def __del__(self) -> None:
         self._pool.append(self.event)
@@ -321,9 +318,7 @@ class CudaStamp(_Pooled):
     """A moment on a stream of the device."""
 
     __slots__ = ()
-
-    def __init__(self, pool: list[Any]) -> None:
-        super().__init__(pool, timing=True)
+    timing = True
 
     def until(self, later: Stamp) -> float:
         assert isinstance(later, CudaStamp)
@@ -339,8 +334,8 @@ class Mark(_Pooled):
 
     __slots__ = ("device",)
 
-    def __init__(self, device: CudaDevice, pool: list[Any]) -> None:
-        super().__init__(pool, timing=False)
+    def __init__(self, device: CudaDevice) -> None:
+        super().__init__(device.events)
         self.device = device
 
     def done(self) -> bool:

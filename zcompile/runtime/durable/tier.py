@@ -14,7 +14,7 @@ know of that. When the index has been switched (`commit.py`), the old extents ar
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -101,8 +101,8 @@ class DurableTier:
         """An extent with the versions that another one had, or that a commit names."""
         return self._enter(versions, nbytes, name)
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return iter(())
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        return ()
 
     def release(self, extent: Extent) -> None:
         with self._lock:

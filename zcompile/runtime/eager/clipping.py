@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.types import EntryKind
-from zcompile.runtime.norms import Measure
+from zcompile.runtime.norms import Measure, measure_of
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.sources import before_write
 from zcompile.runtime.store.store import Deferred
@@ -39,14 +39,38 @@ def known_norm(
         return None
     if func is aten.linalg_vector_norm.default and (len(args) > 2 or "dim" in kwargs):
         return None  # of rows or columns, as some optimizers ask; not of all elements
-    rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
-    measure = Measure(func, rest, tuple(sorted(kwargs.items())), lists)
+    measure = _measure_of(func, args, kwargs)
     known = session_of(tensor.entry).norms.of(tensor.entry, tensor.entry_layout, measure)
     if known is not None:
         return known
     tensor.entry.settle()  # before it is looked at where it rests
     at_rest = _measured_at_rest(tensor, measure)
     return at_rest if at_rest is not None else _measured_in_tiles(tensor, measure)
+
+
+def known_norms(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The norms of a list of gradients, as `func` gives them, if all were measured as they came;
+    NotImplemented, if they are to be looked at one by one."""
+    tensors = args[0] if args else ()
+    if type(tensors) is not list or {*map(type, tensors)} != {cls}:
+        return NotImplemented
+    measure, found = _measure_of(func, args, kwargs), list[Tensor]()
+    for tensor in tensors:
+        entry = tensor.entry
+        if entry.kind is not EntryKind.GRAD:
+            return NotImplemented
+        known = session_of(entry).norms.kept(entry, tensor.entry_layout, measure)
+        if known is None:
+            return NotImplemented
+        found += known
+    if len({(norm.dtype, norm.device) for norm in found}) > 1:
+        return [norm.clone() for norm in found]
+    return [*torch.stack(found).unbind()]  # at once, and the caller's own as well
+
+
+def _measure_of(func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Measure:
+    rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
+    return measure_of(func, rest, tuple(sorted(kwargs.items())), isinstance(args[0], list))
 
 
 def _measured_at_rest(tensor: Any, measure: Measure) -> Any | None:

@@ -32,7 +32,7 @@ from zcompile.ir.torch_compat import (
     without_modes,
 )
 from zcompile.ir.types import Layout
-from zcompile.runtime.eager.clipping import SCALES, defer_scale, known_norm
+from zcompile.runtime.eager.clipping import SCALES, defer_scale, known_norm, known_norms
 from zcompile.runtime.eager.fillings import SPECIAL, new_like
 from zcompile.runtime.eager.joined import (
     NOT_JOINED,
@@ -134,7 +134,11 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
     args, kwargs = computed(args, kwargs)
-    special = defer_scale if func in SCALES else SPECIAL.get(func)
+    special = SPECIAL.get(func)
+    if func in SCALES:
+        special = defer_scale
+    elif func is aten._foreach_norm.Scalar and fabric is None:
+        special = known_norms
     if special is not None:
         done = special(cls, func, args, kwargs)
         if done is not NotImplemented:

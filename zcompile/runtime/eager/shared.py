@@ -18,7 +18,7 @@ from zcompile.ir.torch_compat import Dispatched
 from zcompile.runtime.eager.clipping import MEASURES, is_gradient
 from zcompile.runtime.eager.fillings import LIKES, NEWS
 from zcompile.runtime.eager.rows import Application
-from zcompile.runtime.norms import Measure
+from zcompile.runtime.norms import measure_of
 from zcompile.runtime.ranks.fabric import Fabric, LoneReading
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry, unexchanged_error
@@ -177,7 +177,7 @@ def norms_over_ranks(
     if func is aten.linalg_vector_norm.default and (len(args) > 2 or "dim" in kwargs):
         return None
     rest = tuple(tuple(a) if isinstance(a, list) else a for a in args[1:])
-    order = Measure(func, rest, tuple(sorted(kwargs.items())), lists).order
+    order = measure_of(func, rest, tuple(sorted(kwargs.items())), lists).order
     if order is None or order <= 0:
         return None
     # Entries rest on the host and on the device: numbers meet on the host.

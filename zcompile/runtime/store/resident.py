@@ -9,7 +9,7 @@ cast again before a call if that has been written since. An optimizer's step tha
 writes the copy as well, so in a training loop no copy is ever made again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -20,7 +20,7 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.store.sources import check_sources
-from zcompile.runtime.store.store import NEVER, Entry, Store, call_key, others_than
+from zcompile.runtime.store.store import NEVER, Entry, Store, all_written, call_key, others_than
 from zcompile.runtime.tiers.base import Extent
 from zcompile.runtime.transfer.ticket import Ready, Ticket
 
@@ -137,22 +137,21 @@ class ResidentViews:
         of  serial of the schedule that borrows them, which gives the views to each of its calls
         """
         if self.kept is not None:
-            return self._as_before(self.kept, borrows)
+            return self._as_before(self.kept, borrows, of)
         found = self._viewed(borrows, of)
         if borrows:
             self._keep(borrows, found, of)
         return found
 
-    def _as_before(self, kept: KeptViews, borrows: Sequence[Borrow]) -> list[Tensor]:
-        """The views that the last call was lent, and new ones of what does not last."""
+    def _as_before(self, kept: KeptViews, borrows: Sequence[Borrow], of: int) -> list[Tensor]:
+        """The views that the last call was lent, and of what does not last, those of where that
+        rests."""
         found: list[Any] = [*kept.views]
-        for at in kept.looked:
-            found[at] = self.view(borrows[at])
+        self._look(kept.looked, borrows, of, found)
         if CHANGES.mark is not kept.mark:  # a view had something else settled, or moved
             rows = zip(borrows, kept.views, found, strict=True)
             return [new if was is None else self.view(borrow) for borrow, was, new in rows]
-        for entry in kept.writes:
-            entry.written()
+        all_written(kept.writes)
         return found
 
     def _keep(self, borrows: Sequence[Borrow], views: Sequence[Tensor], of: int) -> None:
@@ -182,26 +181,33 @@ class ResidentViews:
 
     def _viewed(self, borrows: Sequence[Borrow], of: int) -> list[Tensor]:
         """`view` of each, of which those in the arena are as before where they rest as before."""
-        entries, extents, found = self.entries, self.extents, list[Tensor]()
+        found: list[Any] = [None] * len(borrows)
+        self._look(range(len(borrows)), borrows, of, found)
+        return found
+
+    def _look(
+        self, where: Iterable[int], borrows: Sequence[Borrow], of: int, found: list[Any]
+    ) -> None:
+        """Put the views of some borrows into `found`."""
+        entries, extents = self.entries, self.extents
         kept = self.store.arena.views_of(of, len(borrows))
-        for at, borrow in enumerate(borrows):
+        for at in where:
+            borrow = borrows[at]
             entry = entries[borrow.entry]
             extent, place = extents[borrow.entry], entry.place
             if extent is None or place.extent is not extent:
-                found.append(self.view(borrow))
+                found[at] = self.view(borrow)
                 continue
             if borrow.writes:
                 entry.written()
             last = kept[at]
             if last is not None and last[0] is borrow and last[1] is extent:
-                found.append(last[2])
+                found[at] = last[2]
                 continue
             tier = cast(OnDevice, place.tier)
-            view = tier.view(extent, borrow.begin, borrow.layout)
+            view = found[at] = tier.view(extent, borrow.begin, borrow.layout)
             if tier.in_arena:
                 kept[at] = borrow, extent, view
-            found.append(view)
-        return found
 
 
 def _in_arena(entry: Entry) -> bool:

@@ -8,7 +8,7 @@ writing, follow each other; all others run side by side.
 """
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -82,8 +82,11 @@ class TierIO(Protocol):
         """Memory address, `begin` and size of every read and write are multiples of this, which
         divides `alignment`."""
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Bytes [begin, end) as (where it begins, memory), in order; nothing, if not in memory."""
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        """Bytes [begin, end) as (where it begins, memory), in order; nothing, if not in memory.
+
+        Nobody may change the metadata of these tensors: others may be given the same objects.
+        """
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         """An extent of `nbytes`, rounded up to the alignment; its content is undefined.
@@ -209,6 +212,8 @@ class Place:
 
     def blockers(self, new: ByteAccess) -> Sequence[Operation]:
         """The operations that must be over before `new` may start, newest first."""
+        if not self.in_flight:
+            return ()
         low, high = self.blocks(new.begin, new.end)
         found = []
         for old in reversed(self.in_flight):

@@ -10,7 +10,7 @@ addresses.
 Nothing is reserved for them: their memory is free once they die.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 
 import torch
@@ -151,8 +151,8 @@ class DeviceTier(OnDeviceTier):
         """A tensor over the bytes from `begin` on: the same object each time."""
         return self._arena.view(extent.offset + begin, layout)
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        yield begin, self._arena.slot(extent.offset + begin, end - begin)
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        return ((begin, self._arena.slot(extent.offset + begin, end - begin)),)
 
     def usage(self) -> tuple[str, int, int]:
         return self.name, self.planned_bytes, self._arena.budget_bytes
@@ -189,8 +189,8 @@ class HeldTier(OnDeviceTier):
             return value
         return layout.view(value.view(torch.uint8)[begin : begin + layout.end_bytes])
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        yield begin, self._values[extent.file][0].view(torch.uint8)[begin:end]
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        return ((begin, self._values[extent.file][0].view(torch.uint8)[begin:end]),)
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         """Entries here were made here. raises  TierFull"""

@@ -286,8 +286,8 @@ class DiskTier:
                 raise
             return extent
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        return iter(())
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
+        return ()
 
     def release(self, extent: Extent) -> None:
         with self._lock:

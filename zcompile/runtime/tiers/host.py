@@ -7,6 +7,7 @@ extent is one range of addresses; where it crosses a block, a copy has two piece
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
@@ -20,6 +21,8 @@ from zcompile.runtime.transfer.ticket import Promise
 BLOCK_BYTES = 256 * MiB
 """The size of a block, which is pinned at once. Pinning costs time per call and per page; much
 smaller blocks pay the call, much larger ones pin memory that no entry needs yet."""
+MOST_PIECES = 1 << 14
+"""Ranges of which is kept where they lie; a step transfers fewer."""
 
 
 class HostTier:
@@ -50,6 +53,8 @@ class HostTier:
         self._in_use = in_use
         self._lock = threading.Lock()
         self._blocks: dict[int, Tensor] = {}
+        self._pieces: dict[tuple[int, int, int], Sequence[tuple[int, Tensor]]] = {}
+        """Of transfers, which come again in each step: blocks stay where they are."""
 
     def reserve(self, nbytes: int, name: str) -> Extent:
         with self._lock:
@@ -73,11 +78,21 @@ class HostTier:
             self._extents.give(extent.offset, extent.nbytes)
         self._in_use.change(-extent.nbytes)
 
-    def pieces(self, extent: Extent, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+    def pieces(self, extent: Extent, begin: int, end: int) -> Sequence[tuple[int, Tensor]]:
         """Bytes [begin, end) of an extent as (where the piece begins, memory), one per block
         touched."""
+        asked = extent.offset, begin, end
+        found = self._pieces.get(asked)
+        if found is None:
+            if len(self._pieces) >= MOST_PIECES:
+                self._pieces.clear()
+            with torch.inference_mode(False):  # they outlive this call
+                found = self._pieces[asked] = tuple(self._cut(extent.offset, begin, end))
+        return found
+
+    def _cut(self, offset: int, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         while begin < end:
-            block, inside = divmod(extent.offset + begin, self._block_bytes)
+            block, inside = divmod(offset + begin, self._block_bytes)
             n = min(end - begin, self._block_bytes - inside)
             yield begin, self._blocks[block][inside : inside + n]
             begin += n
@@ -128,6 +143,7 @@ class HostTier:
 
     def close(self) -> None:
         self._blocks.clear()
+        self._pieces.clear()
 
 
 def _finished_promise() -> Promise:

@@ -14,6 +14,7 @@ point, and nothing is lost either.
 # The functions of `signal` wrap these, to convert integers to enums and back: 15 us for one section
 # instead of one.
 import _signal  # type: ignore[import-not-found]  # CPython has it in C
+import os
 import sys
 import sysconfig
 import threading
@@ -80,22 +81,36 @@ class _Section:
             handler.usual(SIGINT, sys._getframe(1))
 
 
-def deferred_interrupts() -> AbstractContextManager[None]:
-    """Note SIGINT until the end of the block.
+class _MainThread:
+    """Knows the thread that interrupts arrive in, without asking at each door."""
 
-    Does nothing outside the main thread, where SIGINT never arrives, and where a program has no
-    handler of its own for it.
-    """
-    if threading.get_ident() != threading.main_thread().ident:
-        return _WITHIN
+    def __init__(self) -> None:
+        self.ident = threading.main_thread().ident
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        self.ident = threading.get_ident()
+
+
+_MAIN_THREAD = _MainThread()
+
+
+def _outermost_section() -> _Section | None:
+    """The section that begins here; None within another, outside the main thread, where SIGINT
+    never arrives, and where a program has no handler of its own for it."""
+    if threading.get_ident() != _MAIN_THREAD.ident:
+        return None
     usual = _signal.getsignal(SIGINT)
     while isinstance(usual, _Handler):
         if usual.active:
-            return _WITHIN
+            return None
         usual = usual.usual
-    if not callable(usual):
-        return _WITHIN
-    return _Section(_Handler(usual))
+    return _Section(_Handler(usual)) if callable(usual) else None
+
+
+def deferred_interrupts() -> AbstractContextManager[None]:
+    """Note SIGINT until the end of the block."""
+    return _outermost_section() or _WITHIN
 
 
 def deliver_interrupts() -> None:
@@ -115,7 +130,10 @@ def uninterrupted(func: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(func)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
-        with deferred_interrupts():
+        section = _outermost_section()
+        if section is None:  # the usual case of a door behind another costs one call
+            return func(*args, **kwargs)
+        with section:
             return func(*args, **kwargs)
 
     return door

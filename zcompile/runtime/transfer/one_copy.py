@@ -3,8 +3,8 @@
 An entry that rests in host memory, whole and in one piece, is copied by the device alone, behind
 events of whatever uses the same bytes. Nothing of that is for the host to do: the copy is enqueued
 where it is asked for, and its event is all that is left of it. `CopyEnds` knows those of which the
-host has not heard that they are over. Whoever enqueues another one looks which events have passed
-(`look`); a thread waits for events only where somebody asks to hear of an end (`hear`).
+host has not heard that they are over. Who enqueues others looks now and then which events have
+passed (`look`); a thread waits for events only where somebody asks to hear of an end (`hear`).
 
     a fetch, a put        one copy                          through promises
     enqueued              by who asks                       by who asks, or a thread of the queue
@@ -32,6 +32,10 @@ from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.transfer.interrupts import cleanup, uninterrupted
 from zcompile.runtime.transfer.ticket import Callback, Promise, Reporting, Ticket
 from zcompile.runtime.transfer.transfer import InFlight
+
+MOST_UNSEEN = 8
+"""Copies that are enqueued until somebody looks which are over. What one holds beside the arena
+goes back when compute joins it, or is waited for by a thread: looking later holds nothing up."""
 
 
 class OneCopy(InFlight):
@@ -75,26 +79,31 @@ class OneCopy(InFlight):
         place = self.place
         if not self.writes and not place.written.holds(self.begin, self.end):
             return None
-        found = [memory for _, memory in place.tier.pieces(place.extent, self.begin, self.end)]
-        return found[0] if len(found) == 1 else None
+        pieces = place.tier.pieces(place.extent, self.begin, self.end)
+        return pieces[0][1] if len(pieces) == 1 else None
 
     def enqueue(self, home: Tensor, marks: Sequence[Ticket], follows: "Sequence[OneCopy]") -> None:
         """Start, behind marks of compute and other copies. raises RuntimeError"""
         memory = self._memory
         assert memory is not None, "it is started once"
         target, source = (home, memory) if self.writes else (memory, home)
-        after = [*marks, *(other.mark for other in follows if other.mark is not None)]
-        self.mark = self.streams.enqueue(self.direction, target, source, after, self.name)
-        if self.writes:
+        if follows:
+            marks = [*marks, *(other.mark for other in follows if other.mark is not None)]
+            self.follows = [other for other in follows if not other.ended]
+        self.mark = self.streams.enqueue(self.direction, target, source, marks, self.place.name)
+        if self.writes and not self.place.written.holds(self.begin, self.end):
             self.place.written.add(self.begin, self.end)
-        self.follows = [other for other in follows if not other.ended]
 
     def end_with(self, error: BaseException | None) -> bool:
         """Note the end, once; whether this is it. Under the lock of the queue, and after the ends
         of all that it follows."""
         if self.ended:
             return False
-        self.error = next((f.error for f in self.follows if f.error is not None), error)
+        self.error = error
+        for other in self.follows:
+            if other.error is not None:
+                self.error = other.error
+                break
         self.ended, self.follows = True, ()
         return True
 
@@ -171,6 +180,8 @@ class OneCopy(InFlight):
         self._ends.fail(self, error)
 
     def _drop_memory(self) -> None:
+        if self._memory is None:  # it was dropped when compute joined it
+            return
         with self._ends.lock:
             kept: object = (self._memory, self._owner)
             self._memory = self._owner = None
@@ -196,10 +207,18 @@ class CopyEnds:
         """Those that have not ended, in the order of their stream; some at the front may have."""
         self._untold: deque[OneCopy] = deque()
         """Those that have ended, and that nobody has begun to tell, or not to the end."""
+        self._unseen = 0
+        """How many were enqueued since somebody has looked."""
 
     def enqueued(self, copy: OneCopy) -> None:
         """Know a copy, the newest on its stream. Under the lock."""
         self._on_streams[copy.direction].append(copy)
+        self._unseen += 1
+
+    def look_now_and_then(self) -> None:
+        """As `look_within`, for who is about to enqueue another copy: once for some of them."""
+        if self._unseen >= MOST_UNSEEN:
+            self.look_within()
 
     @uninterrupted
     def look(self) -> None:
@@ -210,6 +229,7 @@ class CopyEnds:
     def look_within(self) -> None:
         """As `look`, of who defers interrupts already."""
         with self.lock:
+            self._unseen = 0
             self._take_ended()
         if self._untold:
             self._tell_all()
@@ -250,13 +270,16 @@ class CopyEnds:
     def _tell_all(self) -> None:
         """As `tell`, of who defers interrupts already."""
         raised: list[BaseException] = []
-        for _ in range(len(self._untold)):
-            with self.lock:
-                if not self._untold:  # others have told them
-                    break
-                copy = self._untold.popleft()
+        left = len(self._untold)
+        while left > 0:
             with Reporting(raised.append):
-                self._tell(copy)
+                while left > 0:
+                    with self.lock:
+                        left = min(left, len(self._untold)) - 1  # others may have told some
+                        if left < 0:
+                            break
+                        copy = self._untold.popleft()
+                    self._tell(copy)
         if raised:
             raise raised[0]
 
@@ -309,16 +332,15 @@ class CopyEnds:
         while before < len(self._untold):  # what one follows may be on the other stream
             before = len(self._untold)
             for on_stream in self._on_streams.values():
-                while on_stream and self._has_ended(first := on_stream[0]):
+                while on_stream and ((first := on_stream[0]).ended or self._has_ended(first)):
                     if on_stream and on_stream[0] is first:
                         on_stream.popleft()
 
     def _has_ended(self, first: OneCopy) -> bool:
-        """Whether the oldest copy on a stream has ended, now or before."""
-        if first.ended:
-            return True
-        if not all(other.ended for other in first.follows):
-            return False
+        """Whether the oldest copy on a stream ends now."""
+        for other in first.follows:
+            if not other.ended:
+                return False
         assert first.mark is not None, "it is enqueued"
         error: BaseException | None = None
         try:

@@ -8,7 +8,7 @@ the queue, which keeps long queues on one entry from nesting their calls.
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -20,8 +20,12 @@ from zcompile.runtime.transfer.one_copy import CopyEnds, OneCopy
 from zcompile.runtime.transfer.ticket import Countdown, Promise, Ready, Reporting, Ticket, Workers
 from zcompile.runtime.transfer.transfer import InFlight, SourceRead, Transfer
 
-HEARD_BY_THE_HOST = InFlight, Promise
-"""Tickets of which the host may have to hear before what comes after them is enqueued."""
+
+@cache
+def heard_by_the_host(kind: type) -> bool:
+    """Whether tickets of a class are such that the host may have to hear of them before what comes
+    after them is enqueued; asked once, since InFlight is an abstract class."""
+    return issubclass(kind, InFlight | Promise)
 
 
 class TransferQueue:
@@ -47,7 +51,7 @@ class TransferQueue:
         place = transfer.place
         with self._lock:
             self.check(place)
-            assert not place.freed, f"{place.name!r} is used after its last use"
+            _check_use(transfer)
             blockers = place.blockers(transfer)
             transfer.prepare()
             place.in_flight.append(transfer)
@@ -83,7 +87,7 @@ class TransferQueue:
         with self._lock:
             for use in work.uses:
                 self.check(use.place)
-                assert not use.place.freed, f"{use.name!r} is used after its last use"
+                _check_use(use)
             blockers = {b: None for use in work.uses for b in use.place.blockers(use)}
             for use in work.uses:
                 use.prepare()
@@ -110,14 +114,14 @@ class TransferQueue:
         for ticket in after:
             if type(ticket) is OneCopy:
                 others.append(ticket)
-            elif isinstance(ticket, HEARD_BY_THE_HOST):
+            elif heard_by_the_host(type(ticket)):
                 return False
             elif type(ticket) is not Ready:
                 marks.append(ticket)
-        self.ends.look_within()  # now: what that meets is to be raised before there is a copy
+        self.ends.look_now_and_then()  # now: what that meets is to be raised before there is a copy
         with self._lock:
             self.check(place)
-            assert not place.freed, f"{place.name!r} is used after its last use"
+            _check_use(copy)
             home = copy.home_piece()
             if home is None:
                 return False
@@ -125,7 +129,11 @@ class TransferQueue:
                 if type(blocker) is not OneCopy:
                     return False
                 others.append(blocker)
-            error = next((other.error for other in others if other.error is not None), None)
+            error: BaseException | None = None
+            for other in others:
+                if other.error is not None:
+                    error = other.error
+                    break
             try:
                 if error is None:
                     copy.enqueue(home, marks, others)
@@ -313,6 +321,12 @@ class TransferQueue:
             finally:
                 with self._lock:  # now: who waits for extents waits for what is in flight
                     self._in_flight.pop(transfer, None)
+
+
+def _check_use(moved: InFlight) -> None:
+    place = moved.place
+    assert not place.freed, f"{place.name!r} is used after its last use"
+    assert 0 <= moved.begin <= moved.end <= place.nbytes, "outside the entry"
 
 
 def compute_marks(after: Sequence[Ticket]) -> tuple[Ticket, ...]:

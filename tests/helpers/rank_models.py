@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -106,14 +107,19 @@ def train(
     ranks: int,
     clip: float = 0.0,
     steps: Iterable[int] = range(STEPS),
+    but_last: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[float]:
-    """The loop as users write it; returns the losses of this rank."""
+    """The loop as users write it; returns the losses of this rank.
+
+    but_last  a context for the backward of each micro-batch but the last of a step
+    """
     losses = []
     for step in steps:
         numbers = list(numbers_of(rank, ranks))
         for number in numbers:
             loss = run(*batch(step, number)) / len(numbers)
-            loss.backward()
+            with nullcontext() if number == numbers[-1] else but_last():
+                loss.backward()
             losses.append(loss.item() * len(numbers))
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)

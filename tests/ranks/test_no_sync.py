@@ -42,6 +42,8 @@ def built(kind):
     torch.manual_seed(0)
     if kind in ("unused", "broken"):
         return Sometimes() if kind == "unused" else Broken()
+    if kind == "nothing gathered":  # every rank has all of what is so small
+        return words(width=16, blocks=0)
     model = words(tied=kind == "tied", blocks=0 if kind == "bare" else 1)
     if kind == "frozen":
         model.head.weight.requires_grad_(False)
@@ -145,12 +147,13 @@ def test_two_ranks_have_the_bits_of_distributed_data_parallel(pool, kind):
     assert pool.run(in_one_process, 1, kind, 2) == expected[:1], "and the order that is told"
 
 
-DISK = {"host_memory": "1MiB"}
+DISK = {"host_memory": "1MiB", "disk": ...}
 CASES = [
     ("plain", 2, 0.05, {}),
     ("plain", 3, 0.0, {"partition": "owner"}),
     ("plain", 2, 0.0, {"stage": 2, "residency": True}),
     ("plain", 2, 0.0, DISK),
+    ("plain", 2, 0.0, {"durable": True, "disk": ...}),
     ("plain", 1, 0.0, {}),
     ("eager", 2, 0.0, {}),
     ("loss beside", 2, 0.0, {}),
@@ -161,7 +164,7 @@ CASES = [
     ("autocast", 2, 0.0, {}),
     ("autocast", 2, 0.0, {"param_dtype": torch.bfloat16}),
 ]
-QUICK = [0, 7, 8, 10, 12]
+QUICK = [0, 8, 9, 11, 13]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ QUICK = [0, 7, 8, 10, 12]
 )
 def test_ranks_add_up_their_own_micro_batches_first(pool, tmp_path, kind, ranks, clip, fields):
     expected = pool.run(in_one_process, 1, kind, ranks, clip)
-    more = {"disk": str(tmp_path)} if fields is DISK else {}
+    more = {"disk": str(tmp_path)} if "disk" in fields else {}
     found = pool.run(over_ranks, ranks, kind, clip, {**UNPLANNED, **fields, **more})
     assert found == expected * ranks
 
@@ -184,6 +187,69 @@ def test_weights_in_tiles_have_the_bits_of_one_process_with_the_same_tiles(pool)
     for kind in ("plain", "tied"):
         expected = pool.run(in_one_process, 1, kind, 2, 0.0, fields)
         assert pool.run(over_ranks, 2, kind, 0.0, fields) == expected * 2
+
+
+def scaled(mesh, is_wrapped):
+    """The state, and the scale, after a step of which one micro-batch of one rank overflows."""
+    torch._dynamo.reset()
+    model = built("plain")
+    if is_wrapped:
+        run = DistributedDataParallel(model, process_group=mesh.get_group())
+        no_sync = run.no_sync
+    else:
+        run = torch.compile(zcompile.offload(model, mesh=mesh, **UNPLANNED), backend="zinf")
+        no_sync = functools.partial(zcompile.no_sync, model)
+    optimizer, scaler = adamw(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0)
+    rank, ranks = mesh.get_local_rank(), mesh.size()
+    for step in range(3):
+        for micro in range(MICRO):
+            is_last = micro == MICRO - 1
+            with nullcontext() if is_last else no_sync():
+                loss = loss_of("plain", model, run, step, rank + ranks * micro, is_last)
+                if (step, micro, rank) == (1, 0, 1):
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    found = state_of(model, optimizer), scaler.get_scale()
+    if not is_wrapped:
+        zcompile.close(model)
+    return found
+
+
+@pytest.mark.slow  # `GradScaler` reads what was exchanged, as in tests/ranks/test_features.py
+def test_a_step_is_skipped_of_which_one_sum_is_not_finite(pool):
+    expected = pool.run(scaled, 2, True)
+    assert expected[0][1] < 8.0
+    assert pool.run(scaled, 2, False) == expected
+
+
+def saved_between(mesh, path):
+    """The state after a step in whose middle a checkpoint is written, and what that has."""
+    model = zcompile.offload(built("plain"), mesh=mesh, **UNPLANNED)
+    run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
+    rank, ranks, before = mesh.get_local_rank(), mesh.size(), digest(model.parameters())
+    for micro in range(MICRO):
+        is_last = micro == MICRO - 1
+        with nullcontext() if is_last else zcompile.no_sync(model):
+            loss_of("plain", model, run, 0, rank + ranks * micro, is_last).backward()
+        if micro == 0:
+            zcompile.save(path, model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    found = state_of(model, optimizer)
+    zcompile.resume(path, model)
+    resumed = digest(model.parameters())
+    zcompile.close(model)
+    return found, resumed == before
+
+
+@pytest.mark.slow  # a checkpoint holds no gradients
+def test_a_checkpoint_between_micro_batches_changes_nothing(pool, tmp_path):
+    (expected,) = pool.run(in_one_process, 1, "plain", 2, 0.0, None, 1)
+    found = pool.run(saved_between, 2, str(tmp_path / "run"))
+    assert found == [(expected, True)] * 2
 
 
 # --- What crosses ---
@@ -304,6 +370,8 @@ def used_too_early(mesh):
         lambda: optimizer.zero_grad(set_to_none=False),
     )
     told = [refused(act) for act in uses]
+    if rank == 0:  # before any other rank is asked
+        told.append(refused(lambda: grads[1].norm()))
     assert digest(model.parameters()) == before
     optimizer.zero_grad()
     assert not session_behind(model).gradients.unexchanged.params(), "they were dropped"
@@ -361,7 +429,8 @@ def differing(mesh, kind):
     """What a rank is told where one is within the context and the other is not, or has dropped
     what it summed."""
     rank = mesh.get_local_rank()
-    model = zcompile.offload(words(), mesh=mesh, **UNPLANNED)
+    model = built("nothing gathered" if kind == "nothing gathered" else "plain")
+    zcompile.offload(model, mesh=mesh, **UNPLANNED)
     run = model if kind == "eager" else torch.compile(model, backend="zinf")
     try:
         with zcompile.no_sync(model) if kind == "dropped" or rank == 0 else nullcontext():
@@ -376,12 +445,12 @@ def differing(mesh, kind):
     return None
 
 
-@pytest.mark.parametrize("kind", ["compiled", "eager", "dropped"])
+@pytest.mark.parametrize("kind", ["compiled", "nothing gathered", "eager", "dropped"])
 def test_ranks_that_are_not_all_within_it_are_told(pool, kind):
     for told in pool.run(differing, 2, kind):
         assert told is not None
         assert "be within zcompile.no_sync for the same ones" in told
-        if kind == "compiled":
+        if kind in ("compiled", "nothing gathered"):
             assert "backward within no_sync of graph0" in told
 
 

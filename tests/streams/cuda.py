@@ -138,6 +138,8 @@ class Simulation:
             self.memory.gone(begin, end)
 
         if begin:
+            # What was a batch of the test's before, on a card, is never the host's memory later.
+            self.memory.gone(begin, end)
             self._hosted[begin] = weakref.ref(storage, gone)
         return made
 

@@ -29,7 +29,7 @@ from zcompile.runtime.device.pages import clear_bytes, copy_bytes
 from zcompile.runtime.gradients import exchanged
 from zcompile.runtime.ranks import fabric, transport
 from zcompile.runtime.ranks.transport import Channel, PinnedMessages
-from zcompile.runtime.store import resident
+from zcompile.runtime.store import resident, store
 from zcompile.runtime.tiers import host
 from zcompile.runtime.tiers.base import Extent, Place
 from zcompile.runtime.tiers.disk import DiskTier
@@ -477,7 +477,7 @@ def _ranks(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
     until it has been waited for."""
     carry, bring = PinnedMessages.carry, PinnedMessages.bring
     send, receive, wait = Channel.send, Channel.receive, Channel.wait
-    host_rows = transport.host_rows
+    host_rows, add_up = transport.host_rows, fabric.add_up
     lanes: dict[int, Clock] = defaultdict(dict)
     """By the id of what carries messages: what its thread knows."""
     carried: dict[int, tuple[Any, list[tuple[int, int]], bool]] = {}
@@ -519,15 +519,21 @@ def _ranks(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
         simulation.on_host("lane", simulation.pinned_spans([source]), [])
         bring(self, target, source)
 
+    def add_seen(total, more):
+        pinned = simulation.pinned_spans
+        simulation.on_host("lane", pinned([more, total]), pinned([total]))
+        add_up(total, more)
+
     def rows(*shape):
         with without_modes():  # the host makes it
             return simulation.lies_on_host(host_rows(*shape))
 
     patch.setattr(transport, "copy_bytes", copy)
+    patch.setattr(fabric, "add_up", add_seen)
     patch.setattr(PinnedMessages, "carry", as_its_thread(carry))
     patch.setattr(PinnedMessages, "bring", as_its_thread(bring_seen))
     patch.setattr(Channel, "send", handing_over(send, writes=False))
     patch.setattr(Channel, "receive", handing_over(receive, writes=True))
     patch.setattr(Channel, "wait", wait_and_touch)
-    for module in (fabric, exchanged):
+    for module in (fabric, exchanged, store):
         patch.setattr(module, "host_rows", rows)

@@ -452,6 +452,11 @@ def received(flat: Tensor, partition: Partition | None, tile: SharedRange | None
     return flat.numel() if partition is None else partition.count
 
 
+def add_up(total: Tensor, more: Tensor) -> None:
+    """Add to a sum, on the host."""
+    total.add_(more)
+
+
 class LoneReading(Protocol):
     """How rank 0 reads while the others wait (`lone_reads.py`)."""
 
@@ -820,11 +825,7 @@ class Fabric:
 
         total, more  of one size, on the host once all of `after` is complete
         """
-
-        def add() -> None:
-            total.add_(more)
-
-        return self._submit("exchange", "add up", add, after, 0)
+        return self._submit("exchange", "add up", partial(add_up, total, more), after, 0)
 
     def blank(self, count: int, dtype: torch.dtype) -> Exchanged:
         """Parts of all ranks that are still to be `placed`: [ranks, count], zeros."""

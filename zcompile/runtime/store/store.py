@@ -46,7 +46,7 @@ from zcompile.runtime.open import (
     settled,
 )
 from zcompile.runtime.ranks.fabric import Fabric
-from zcompile.runtime.ranks.transport import host_memory
+from zcompile.runtime.ranks.transport import host_rows
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.sources import Source, before_write, check_sources
 from zcompile.runtime.tiers.base import FileRange, Place
@@ -885,7 +885,7 @@ class Store:
     def read_to_host(self, entry: Entry) -> tuple[Tensor, Ticket]:
         """All bytes of `entry` in memory of the host that lasts until nobody has it: uint8
         [entry.nbytes], there once the ticket is complete. raises as `read`"""
-        row = host_memory(1, entry.nbytes, torch.uint8)[0]
+        row = host_rows(1, entry.nbytes, torch.uint8)[0]
         return row, self.read(entry, row)
 
     def readers(self, target: Tensor) -> Sequence[Ticket]:

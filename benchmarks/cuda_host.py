@@ -9,6 +9,10 @@ least of some rounds: of the thread that asks, and of all threads together. *alo
 in flight on the entry; *behind*: each fetch follows a put of the same entry that is in flight. They
 are asked for as the walk of a schedule does, with interrupts deferred.
 
+Then what instructions of a model that streams take the thread that walks, by kind, the median: a
+fetch with its slot, a wait for it with the tensor that it gives, the end of the slot, and what goes
+home of the optimizer's step.
+
 Then, for each parameter of a model that rests on the device whole, clipping by the norm of all
 gradients and a step of a fused AdamW, beside those of plain torch; parameters have 256 elements, so
 that little of it is arithmetic.
@@ -16,6 +20,7 @@ that little of it is arithmetic.
 
 import argparse
 import contextlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -28,6 +33,7 @@ from torch import nn
 import zcompile
 from zcompile.config import Config
 from zcompile.ir.types import EntryKind
+from zcompile.runtime import executor
 from zcompile.runtime import open as opening
 from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cuda import CudaDevice
@@ -158,6 +164,40 @@ def measure(entries: int, rounds: int) -> dict[str, tuple[float, float]]:
     }
 
 
+def walked(rounds: int) -> dict[str, float]:
+    """Kind of instruction -> microseconds of CPU of this thread: the median, of a model of which
+    all streams that can."""
+    taken: dict[str, list[float]] = {}
+
+    def timed(kind: type, act: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def acting(call: Any, instruction: Any) -> None:
+            since = time.thread_time()
+            act(call, instruction)
+            taken.setdefault(kind.__name__, []).append(time.thread_time() - since)
+
+        return acting
+
+    acts = {kind: timed(kind, act) for kind, act in executor.ACTIONS.items()}
+    with (
+        mock.patch.object(cuda, "_CUDA", _without_cuda()),
+        mock.patch.object(opening, "CpuDevice", _Idle),
+        mock.patch.dict(executor.ACTIONS, acts),
+    ):
+        model: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(40)))
+        zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="640MiB")
+        run = torch.compile(model, backend="zinf")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for number in range(WARM + rounds):
+            if number == WARM:
+                taken.clear()
+            run(torch.ones(2, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zcompile.close(model)
+    shown = ("Fetch", "Wait", "Free", "Store")
+    return {kind: statistics.median(taken[kind]) * 1e6 for kind in shown}
+
+
 WARM = 8
 """Steps until everything rests where it is planned to, and norms are taken on the way."""
 
@@ -200,6 +240,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     for name, (mine, everyone) in measure(args.entries, args.rounds).items():
         print(f"{name:26} {mine:6.1f} us asking {everyone:6.1f} us all threads", flush=True)
+    for kind, taken in walked(args.rounds).items():
+        print(f"{f'a walk: {kind}':26} {taken:6.1f} us", flush=True)
     for name, tiered in (("plain torch", False), ("all on the device", True)):
         clip, step = updates(tiered, args.rounds)
         print(

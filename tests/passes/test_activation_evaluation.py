@@ -1,4 +1,4 @@
-"""An evaluation that is kept up to date says what `answer` says from nothing, to the bit."""
+"""An evaluation that is made of another says what `answer` says from nothing, to the bit."""
 
 import pytest
 from hypothesis import given, settings
@@ -75,19 +75,38 @@ def same(kept: Evaluation) -> bool:
 @settings(deadline=None, max_examples=150)
 @given(problems())
 @pytest.mark.slow
-def test_it_follows_every_change_and_every_way_back(case):
+def test_it_follows_every_change_and_stays_as_it_was(case):
     problem, turns = case
-    kept = Evaluation(problem, [KEEP] * len(problem.values))
-    assert same(kept)
+    now = Evaluation(problem, [KEEP] * len(problem.values))
+    assert same(now)
     for changes in turns:
-        before = list(kept.actions)
-        undo = kept.change(changes)
-        assert same(kept)
-        kept.change(undo)
-        assert kept.actions == before
-        assert same(kept)
-        kept.change(changes)
-    assert same(kept)
+        before = list(now.actions)
+        then = now.changed(changes)
+        assert same(then)
+        assert now.actions == before
+        assert same(now)
+        now = then
+
+
+@settings(deadline=None, max_examples=150)
+@given(problems(), st.data())
+def test_what_is_surely_too_much_is_too_much(case, data):
+    problem, _ = case
+    actions = [data.draw(st.sampled_from(ACTIONS)) for _ in problem.values]
+    now = Evaluation(problem, actions)
+    for number, action in enumerate(actions):
+        if action != KEEP:
+            assert now.least_over_saving(number) <= now.changed([(number, KEEP)]).over
+
+
+def test_a_value_that_waits_beside_the_peak_is_surely_too_much():
+    """Op 1 runs again at time 4, of the value of op 0; at time 3 all of the budget is held."""
+    values = (Value("a", 2, 0, 1, (5,), 0), Value("b", 4, 1, 1, (4,), 1))
+    makers = (Maker(1.0, (), (0,)), Maker(1.0, (0,), (1,)))
+    problem = Problem(values, makers, (), (0, 0, 0, 8, 0, 0), 2, {}, (0.0, 0.0), budget=10)
+    now = Evaluation(problem, (KEEP, RECOMPUTE))
+    assert now.over == 0
+    assert now.least_over_saving(1) == now.changed([(1, KEEP)]).over == 4
 
 
 @settings(deadline=None, max_examples=50)
@@ -96,3 +115,17 @@ def test_it_begins_wherever_it_is_told_to(case, data):
     problem, _ = case
     actions = [data.draw(st.sampled_from(ACTIONS)) for _ in problem.values]
     assert same(Evaluation(problem, actions))
+
+
+def test_what_a_chain_of_ops_is_run_again_with_goes_where_its_end_is_saved():
+    """c is made of b, that of a: once c is saved, nobody needs b again, nor a for it."""
+    values = (
+        Value("a", 6, 0, 1, (), 0),
+        Value("b", 1, 1, 2, (), 1),
+        Value("c", 4, 2, 2, (5,), 2),
+    )
+    makers = (Maker(1.0, (), (0,)), Maker(1.0, (0,), (1,)), Maker(1.0, (1,), (2,)))
+    problem = Problem(values, makers, (), (0, 0, 0, 0, 5, 0, 0), 3, {}, (0.0, 0.0), budget=11)
+    now = Evaluation(problem, (KEEP, RECOMPUTE, RECOMPUTE))
+    assert now.over == 0
+    assert now.least_over_saving(2) == now.changed([(2, KEEP)]).over == -2

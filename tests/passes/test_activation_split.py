@@ -7,7 +7,13 @@ from activation_chains import chain
 
 from zcompile.passes.plan_activations import solve
 from zcompile.passes.plan_activations.problem import KEEP, RECOMPUTE, OffloadTier
-from zcompile.passes.plan_activations.solve import STREAMED_S, StreamingLoad, seconds, split
+from zcompile.passes.plan_activations.solve import (
+    STREAMED_S,
+    Solved,
+    StreamingLoad,
+    seconds,
+    split,
+)
 
 UNSEEN = {"tiers": {"host": OffloadTier(1e-4, 1e-4, 1000)}, "slack_s": (99.0, 99.0)}
 """Transfers that compute hides."""
@@ -74,3 +80,31 @@ def test_what_was_searched_quickly_is_not_searched_again(monkeypatch, budget):
     plain = [repr(search) for search in begun if "stays" not in dict(search[3])]
     assert len(plain) > 4
     assert len(plain) == len(set(plain))
+
+
+def renamed(problem, prefix):
+    values = (replace(value, name=prefix + value.name) for value in problem.values)
+    return replace(problem, values=tuple(values))
+
+
+def test_an_equal_problem_is_not_searched_again(monkeypatch):
+    """Nodes of a cut graph have other names in each copy; all else of their values is the same."""
+    searched = []
+
+    def counted(*asked):
+        searched.append(asked)
+        return split(*asked)
+
+    monkeypatch.setattr(solve, "split", counted)
+    problem, solved = chain(10, 10, 10, 10, budget=40, **UNSEEN), Solved()
+    made = solved.split(problem, streams(0), ("host",))
+    assert solved.split(renamed(problem, "copy_of_"), streams(0), ("host",)) is made
+    assert len(searched) == 1
+    for other in (
+        (replace(problem, budget=30), streams(0), ("host",)),
+        (problem, streams(1), ("host",)),
+        (problem, streams(0), (RECOMPUTE,)),
+        (problem, streams(0), ("host",), 10),
+    ):
+        assert solved.split(*other) == split(*other)
+    assert len(searched) == 5

@@ -1,6 +1,7 @@
 """The order of passes, what each needs, and that a plan depends on nothing but graph and budget."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from zcompile.passes.base import Fact, Pass
 from zcompile.passes.gather_params import GatherParams
 from zcompile.passes.narrow_params import NarrowParams
 from zcompile.passes.pipeline import pipeline, run
+from zcompile.passes.plan_activations import solve
+from zcompile.passes.plan_activations.decision import NOMINAL_BUDGET
+from zcompile.passes.plan_activations.problem import KEEP
 from zcompile.passes.split_budget import SplitBudget
 
 PASSES = pipeline(Config(device="cpu"))
@@ -103,3 +107,20 @@ def test_every_budget_from_the_least_on_is_kept(name):
         plan = joint.copy(budget_bytes=budget).through(*PASSES).plan
         assert plan.budget_bytes + plan.beside.nbytes == budget
         assert 0 < plan.least_bytes <= plan.budget_bytes
+
+
+def test_what_a_trial_of_a_cut_graph_chose_is_not_searched_for_again(monkeypatch):
+    searched, split = [], solve.split
+
+    def counted(*asked):
+        searched.append(asked)
+        return split(*asked)
+
+    monkeypatch.setattr(solve, "split", counted)
+    passes = pipeline(Config(device="cpu"), lambda: NOMINAL_BUDGET)
+    joint = captured("transformer block")
+    plan = joint.copy(budget_bytes=least_budget(joint) * 4 // 5).through(*passes).plan
+    assert plan.cuts
+    assert any(row.action != KEEP for row in plan.activations)
+    assert searched
+    assert all(one != other for one, other in combinations(searched, 2))

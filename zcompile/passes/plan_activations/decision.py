@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from torch import fx
 
-from zcompile.ir.copies import copy_graph
 from zcompile.ir.memory_curve import Activation, ActivationCost, MemoryCurve
 from zcompile.ir.plan import GraphPlan, Note
 from zcompile.ir.saved_values import SavedValues
@@ -16,12 +15,8 @@ from zcompile.machine.model import Compute, Machine
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.plan_activations.graph import ActivationBudget, GraphProblem, ProblemReader
 from zcompile.passes.plan_activations.problem import KEEP, MOVED, RECOMPUTE, Problem, Value, answer
-from zcompile.passes.plan_activations.rewrite import (
-    Borders,
-    name_of,
-    sink_views,
-)
-from zcompile.passes.plan_activations.solve import Choice, as_wished, split
+from zcompile.passes.plan_activations.rewrite import name_of
+from zcompile.passes.plan_activations.solve import Choice, Solved, as_wished
 from zcompile.passes.trial import Trial
 
 ACTIONS = {
@@ -60,12 +55,14 @@ class ChooseActivations(Pass):
     around       the machine and its tiers; None: everything is saved
     trial        runs what a choice is followed by, up to regions
     compares     whether to count the live bytes with everything saved, too
+    solved       what was chosen before, in trials and after them
     """
 
     activations: str = "auto"
     around: Callable[[], ActivationBudget] | None = None
     trial: Trial = field(default_factory=lambda: Trial(()))
     compares: bool = True
+    solved: Solved = field(default_factory=Solved, compare=False)
 
     name: ClassVar[str] = "choose-activations"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -92,22 +89,20 @@ class ChooseActivations(Pass):
     def _decided(self, values: SavedValues, plan: GraphPlan, budget: int) -> GraphPlan:
         reader = ProblemReader(values, plan)
         found = reader.read(NOMINAL_BUDGET)
-        choice = self._as_wished(values, plan, found, budget)
+        choice = self._as_wished(reader, found, budget)
         if choice is None:
             assert self.around is not None
             found = reader.read(self.around())
-            choice = self._chosen(values, plan, found, budget)
+            choice = self._chosen(reader, found, budget)
         elif _given_up(choice):  # as the user wished: what that costs depends on the machine
             assert self.around is not None
             found = reader.read(self.around())
             choice = replace(choice, answer=answer(found.problem, choice.actions))
         least_s = choice.least_seconds if choice.fits else None
         cost = ActivationCost(choice.answer.again_s, choice.answer.exposed_s, least_s)
-        return replace(plan, activations=_activations(values, found, choice), activation_cost=cost)
+        return replace(plan, activations=_activations(reader, found, choice), activation_cost=cost)
 
-    def _as_wished(
-        self, values: SavedValues, plan: GraphPlan, found: GraphProblem, budget: int
-    ) -> Choice | None:
+    def _as_wished(self, reader: ProblemReader, found: GraphProblem, budget: int) -> Choice | None:
         """Everything saved, but for what the user asked for.
 
         None, if there is no room for that and for twice the slots that are needed at once.
@@ -121,12 +116,10 @@ class ChooseActivations(Pass):
             return choice
         if estimate * SURE_PART > budget:
             return None
-        held, window = self._needed(values, plan, found, choice)
+        held, window = self._needed(reader, found, choice)
         return choice if held + 2 * window <= budget else None
 
-    def _chosen(
-        self, values: SavedValues, plan: GraphPlan, found: GraphProblem, budget: int
-    ) -> Choice:
+    def _chosen(self, reader: ProblemReader, found: GraphProblem, budget: int) -> Choice:
         """The first choice that fits as it is counted after all passes; else the one that needs
         least."""
         problem = replace(found.problem, budget=budget)
@@ -135,11 +128,11 @@ class ChooseActivations(Pass):
         ]
         margin, best = 0, None
         for _ in range(ROUNDS):
-            choice = split(problem, found.streams, ways, margin)
+            choice = self.solved.split(problem, found.streams, ways, margin)
             estimate = max(choice.answer.held) + max(choice.answer.slots)
             if choice.fits and estimate < SURE_PART * budget:
                 return choice
-            over = sum(self._needed(values, plan, found, choice)) - budget
+            over = sum(self._needed(reader, found, choice)) - budget
             if best is None or over < best[0]:
                 best = (over, choice)
             if over <= 0 or not choice.fits:
@@ -149,13 +142,13 @@ class ChooseActivations(Pass):
         return best[1]
 
     def _needed(
-        self, values: SavedValues, plan: GraphPlan, found: GraphProblem, choice: Choice
+        self, reader: ProblemReader, found: GraphProblem, choice: Choice
     ) -> tuple[int, int]:
         """Bytes of the device that a choice needs: live bytes outside the arena, and the smallest
         window."""
-        activations = _activations(values, found, choice)
-        plan = replace(plan, budget_bytes=None, activations=activations)
-        return self.trial.on_copy(values.graph, plan).needed()
+        activations = _activations(reader, found, choice)
+        plan = replace(reader.plan, budget_bytes=None, activations=activations)
+        return self.trial.on_copy(reader.values.graph, plan).needed()
 
     def _all_kept(self, graph: fx.Graph, plan: GraphPlan) -> MemoryCurve:
         """The memory curve with everything saved."""
@@ -169,7 +162,7 @@ def _given_up(choice: Choice) -> bool:
     return any(want is not None and action != KEEP for action, want in rows)
 
 
-def _left_at(values: SavedValues, found: GraphProblem, choice: Choice) -> dict[int, int]:
+def _left_at(reader: ProblemReader, found: GraphProblem, choice: Choice) -> dict[int, int]:
     """Number of each value that is offloaded -> position before which its memory is not given back.
 
     That is when the value will have left, or sooner where more bytes would be live than anywhere
@@ -182,9 +175,7 @@ def _left_at(values: SavedValues, found: GraphProblem, choice: Choice) -> dict[i
     ]
     if not away:
         return {}
-    copy, mapping = copy_graph(values.graph)
-    sink_views(copy)
-    borders, problem = Borders(copy), found.problem
+    (borders, mapping), problem = reader.sunk, found.problem
     held, most = list(choice.answer.held), max(choice.answer.held)
     positions: dict[int, int] = {}
     free_s = 0.0
@@ -205,11 +196,11 @@ def _left_at(values: SavedValues, found: GraphProblem, choice: Choice) -> dict[i
 
 
 def _activations(
-    values: SavedValues, found: GraphProblem, choice: Choice
+    reader: ProblemReader, found: GraphProblem, choice: Choice
 ) -> tuple[Activation, ...]:
     """What becomes of each value that backward needs, for the dump."""
     rows = []
-    problem, left_at = found.problem, _left_at(values, found, choice)
+    problem, left_at = found.problem, _left_at(reader, found, choice)
     for number, value in enumerate(problem.values):
         if choice.answer.wanted[number] is None:
             continue
@@ -227,7 +218,7 @@ def _activations(
                 value.nbytes,
                 action,
                 seconds,
-                _why(values, root, value.wish, action, choice),
+                _why(reader.values, root, value.wish, action, choice),
                 left_at.get(number, 0),
             )
         )

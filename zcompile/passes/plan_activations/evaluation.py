@@ -1,14 +1,16 @@
 """Evaluates changes of an answer step by step: what a search asks thousands of times.
 
 `problem.answer` says what a list of actions takes, from nothing: its time grows with the number of
-values, ops and times. A search changes a few values at a time, so `Evaluation` keeps the curves and
-takes out and puts in only what those change: the values themselves, the ops that make them, and
-what those ops read, from the last op to the first. Both give the same numbers, to the bit.
+values, ops and times. A search changes a few values at a time, so `Evaluation.changed` copies the
+curves and takes out and puts in only what those change: the values themselves, the ops that make
+them, and what those ops read, from the last op to the first. Both give the same numbers, to the
+bit. A change that a search does not take costs nothing more: what was before it is still there.
 """
 
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,9 +53,9 @@ class Curves:
 
 
 class Evaluation:
-    """What a list of actions takes, kept up to date while actions change.
+    """What a list of actions takes; other actions are another evaluation (`changed`).
 
-    actions  one per value; change them by `change`
+    actions  one per value
     wanted   per value: first and last time at which backward needs it; None: it does not
     repeats  op -> time at which backward runs it again
     moved    tier -> bytes that are moved there
@@ -76,7 +78,7 @@ class Evaluation:
         self._other: Curve = np.array(problem.other, np.int64)
         self._passing: Curve = np.zeros(times, np.int64)
         """Bytes that ops which run again at a time hold while they do, beside."""
-        self._chains: dict[int, list[int]] = {}
+        self._chains: dict[int, tuple[int, ...]] = {}
         """Time -> the ops that run again then, ascending."""
         self._stale: set[int] = set()
         """Times of which `_passing` is to be found anew."""
@@ -91,18 +93,34 @@ class Evaluation:
             self._put_weight(number, 1)
         self._update(range(len(problem.makers)))
 
-    def change(self, changes: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
-        """Change the actions of some values. Returns  the changes that undo it"""
-        undo: list[tuple[int, str]] = []
+    def changed(self, changes: Iterable[tuple[int, str]]) -> "Evaluation":
+        """What is taken once the actions of some values are changed."""
+        other = self._copied()
+        makers = set()
         for number, action in changes:
-            if self.actions[number] != action:
-                undo.append((number, self.actions[number]))
-                self._put_value(number, -1)
-                self.actions[number] = action
-                self._put_value(number, 1)
-        self._update({self.problem.values[number].maker for number, _ in undo})
-        self._curves = None
-        return undo[::-1]
+            if other.actions[number] != action:
+                other._put_value(number, -1)
+                other.actions[number] = action
+                other._put_value(number, 1)
+                makers.add(self.problem.values[number].maker)
+        other._update(makers)
+        return other
+
+    def asked_of(self, problem: Problem) -> "Evaluation":
+        """The same actions in a problem of another window, budget or links."""
+        other = self._copied()
+        other.problem = problem
+        return other
+
+    def _copied(self) -> "Evaluation":
+        other = copy(self)
+        other.actions, other.wanted = self.actions.copy(), self.wanted.copy()
+        other.repeats, other.moved = self.repeats.copy(), self.moved.copy()
+        other._held, other._slots = self._held.copy(), self._slots.copy()
+        other._passing, other._stale = self._passing.copy(), self._stale.copy()
+        other._chains, other._repeated = self._chains.copy(), self._repeated.copy()
+        other._away, other._curves = self._away.copy(), None
+        return other
 
     def _update(self, makers: Iterable[int]) -> None:
         """Bring `repeats` and `wanted` up to date, from the last op of `makers` to the first; what
@@ -136,12 +154,15 @@ class Evaluation:
         if (was := self.repeats.pop(number, None)) is not None:
             del self._repeated[bisect_left(self._repeated, -number)]
             chain = self._chains[was]
-            del chain[bisect_left(chain, number)]
+            place = bisect_left(chain, number)
+            self._chains[was] = chain[:place] + chain[place + 1 :]
             self._stale.add(was)
         if at is not None:
             self.repeats[number] = at
             insort(self._repeated, -number)
-            insort(self._chains.setdefault(at, []), number)
+            chain = self._chains.get(at, ())
+            place = bisect_left(chain, number)
+            self._chains[at] = (*chain[:place], number, *chain[place:])
             self._stale.add(at)
         for weight in op.weights:
             self._put_weight(weight, 1)
@@ -239,6 +260,50 @@ class Evaluation:
             rooms = (n - problem.tiers[tier].nbytes for tier, n in self.moved.items())
             found = curves.over = max(lacking, *rooms, -problem.budget)
         return found
+
+    def least_over_saving(self, number: int) -> int:
+        """A lower bound on `over` once a value that is given up is saved, without changing it.
+
+        It looks at the times at which the value would wait for backward. Its bytes come to what is
+        held there, and only what its op is run again with may go.
+        """
+        problem, want = self.problem, self.wanted[number]
+        value = problem.values[number]
+        begin = value.gone(self.actions[number]) + 1
+        if want is None or begin >= want[0]:
+            return -problem.budget
+        held = int(self.curves().held[begin : want[0]].max()) + value.nbytes
+        return held - self._held_for(number) + problem.window - problem.budget
+
+    def _held_for(self, number: int) -> int:
+        """No less than the bytes held before `number` is wanted, so that it can be recomputed.
+
+        Of the ops that run again for it alone, all at the time at which it is wanted: what they
+        read, where backward needs it no longer than that.
+        """
+        values, makers = self.problem.values, self.problem.makers
+        unwanted, shorter, over = {number}, set[int](), set[int]()
+        queue = [values[number].maker]
+        while queue:
+            op = queue.pop()
+            made = (m for m in makers[op].makes if m not in unwanted)
+            if op not in self.repeats or op in over or any(map(self._is_recomputed, made)):
+                continue
+            over.add(op)
+            for read in makers[op].reads:
+                want, readers = self.wanted[read], values[read].readers
+                if want is None or want[1] > self.repeats[op]:
+                    continue
+                wanting = self.problem.ops_reading[read]
+                if not readers and all(r in over or r not in self.repeats for r in wanting):
+                    unwanted.add(read)
+                    queue.append(values[read].maker)
+                if self.actions[read] != RECOMPUTE or want[0] < want[1]:
+                    shorter.add(read)
+        return sum(values[read].nbytes for read in shorter)
+
+    def _is_recomputed(self, number: int) -> bool:
+        return self.actions[number] == RECOMPUTE and self.wanted[number] is not None
 
     def measure(self) -> tuple[int, int, int]:
         """Falls with each step of a search: what is missing, the most bytes that are held, and at

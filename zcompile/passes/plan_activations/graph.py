@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import fx
 
 from zcompile.ir import ops
+from zcompile.ir.copies import copy_graph
 from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, views_and_casts_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
@@ -14,7 +16,7 @@ from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, ParamSpec, Pha
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Compute, Machine
 from zcompile.passes.plan_activations.problem import Maker, OffloadTier, Problem, Value, Weight
-from zcompile.passes.plan_activations.rewrite import Borders
+from zcompile.passes.plan_activations.rewrite import Borders, sink_views
 from zcompile.passes.plan_activations.solve import UPDATED, StreamingLoad
 
 LINKS = {"host": (("d2h",), ("h2d",)), "disk": (("d2h", "disk_write"), ("disk_read", "h2d"))}
@@ -112,6 +114,14 @@ class ProblemReader:
         )
         problem = replace(problem, slack_s=streams.slack_s(0))
         return GraphProblem(problem, tuple(self.roots), streams, clock)
+
+    @cached_property
+    def sunk(self) -> tuple[Borders, Mapping[fx.Node, fx.Node]]:
+        """Borders of the graph once its views are sunk, and each node in the copy that they are
+        of: the same for every choice."""
+        copy, mapping = copy_graph(self.values.graph)
+        sink_views(copy)
+        return Borders(copy), mapping
 
     def _makes(self, node: fx.Node) -> bool:
         values = self.values

@@ -7,7 +7,7 @@ op, so that values which backward never read may be wanted too.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
@@ -25,6 +25,7 @@ MOVED = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 class Value:
     """A storage that forward makes.
 
+    name        for people; values of other names ask for the same choice
     made, read  times: when it is made, and last read in forward
     readers     times of backward at which it is read, ascending; none: it is not saved
     maker       index of its op
@@ -34,7 +35,7 @@ class Value:
                 given back between two regions; 0: when it was read last
     """
 
-    name: str
+    name: str = field(compare=False)
     nbytes: int
     made: int
     read: int

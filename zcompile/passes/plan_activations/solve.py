@@ -234,6 +234,7 @@ class Search:
         self.begin = begin
         self.now = Evaluation(problem, begin if actions is None else actions)
         self._refused: set[tuple[int, str]] = set()
+        self._allowed: dict[int, tuple[str, ...]] = {}
         self._stays, self._borders = stays, borders
 
     @property
@@ -267,7 +268,7 @@ class Search:
         while self.over > 0 and (self._give_up_some() or self._change_action()):
             pass
         if self.over > 0 and also:
-            self.ways, self._refused = also, set()
+            self.ways, self._refused, self._allowed = also, set(), {}
             return self.run()
         if self.over <= 0:
             self._save_again()
@@ -280,12 +281,12 @@ class Search:
         a value too many is saved again at the end.
         """
         now = self.now.measure()
-        rows = sorted(self._candidates(), key=lambda row: row[:3])
+        rows = sorted(self._candidates())
         several: list[tuple[int, str]] = []
-        given, gone = set[int](), 0
+        given, gone, over = set[int](), 0, self.over
         for _, number, _, changes in rows:
             nbytes = self.problem.values[number].nbytes
-            if number in given or (gone + nbytes) * PART > self.over:
+            if number in given or (gone + nbytes) * PART > over:
                 continue
             given |= {changed for changed, _ in changes}
             gone += nbytes
@@ -308,62 +309,79 @@ class Search:
         given = [n for n in self.given_up(self.begin) if self.actions[n] != KEEP]
         given.sort(key=lambda n: -self.problem.values[n].nbytes)
         for number, way in ((n, way) for n in given[:MOST_RETRIED] for way in self.ways):
-            if way != self.actions[number] and self._may(number, way):
-                made = self._changes(number, way, at)
-                if made is not None and self._improves(made[2], now):
-                    self._refused.clear()
-                    return True
+            if way == self.actions[number] or way not in self._ways_of(number):
+                continue
+            if way != RECOMPUTE and not self._has_room(number, way):
+                continue
+            _, _, changes = self._changes(number, way, at)
+            if self._improves(changes, now):
+                self._refused.clear()
+                return True
         return False
 
     def _improves(self, changes: Sequence[tuple[int, str]], now: tuple[int, int, int]) -> bool:
         """Make these changes, if the measure becomes less than `now`; returns whether."""
-        undo = self.now.change(changes)
-        if self.now.measure() < now:
+        other = self.now.changed(changes)
+        if other.measure() < now:
+            self.now = other
             return True
-        self.now.change(undo)
         return False
 
     def _candidates(self) -> Iterator[tuple[float, int, str, list[tuple[int, str]]]]:
         """(seconds per byte, value, action, changes) of values that only wait for backward at the
         peak."""
-        found = self.now
-        at = found.peak_time()
+        at, over = self.now.peak_time(), self.over
+        actions, wanted = self.actions, self.now.wanted
+        moving: dict[tuple[str, int, CheckpointPolicy | None], float] = {}
+        """(tier, bytes, wish) -> seconds per byte, the same for many values."""
         for number, value in enumerate(self.problem.values):
-            want = found.wanted[number]
-            if want is None or self.actions[number] != KEEP:
+            want = wanted[number]
+            if want is None or actions[number] != KEEP:
                 continue
             if not value.read < at < want[0] or not value.nbytes:
                 continue
-            for way in self.ways:
-                if (number, way) in self._refused or not self._may(number, way):
+            for way in self._ways_of(number):
+                if at <= value.gone(way) or (number, way) in self._refused:
                     continue
-                if at <= value.gone(way):
+                moves = way != RECOMPUTE
+                if moves and not self._has_room(number, way):
                     continue
-                made = self._changes(number, way, at)
-                if made is not None:
-                    seconds, gain, changes = made
-                    if self.wholly:
-                        gain = min(gain, self.over)
-                    if gain > 0:
-                        cost = 1.0 if self.frugal else seconds * _weight(value.wish, way)
-                        yield cost / gain, number, way, changes
+                kind = (way, value.nbytes, value.wish)
+                if moves and kind in moving:
+                    yield moving[kind], number, way, [(number, way)]
+                    continue
+                seconds, gain, changes = self._changes(number, way, at)
+                if self.wholly:
+                    gain = min(gain, over)
+                if gain > 0:
+                    cost = 1.0 if self.frugal else seconds * _weight(value.wish, way)
+                    if moves:
+                        moving[kind] = cost / gain
+                    yield cost / gain, number, way, changes
 
-    def _may(self, number: int, way: str) -> bool:
-        """Whether a value may be given an action."""
+    def _ways_of(self, number: int) -> tuple[str, ...]:
+        """The actions that a value may be given where there is room for them."""
+        if number not in self._allowed:
+            self._allowed[number] = tuple(way for way in self.ways if self._is_allowed(number, way))
+        return self._allowed[number]
+
+    def _is_allowed(self, number: int, way: str) -> bool:
+        """Whether a value may be given an action, if there is room."""
         value = self.problem.values[number]
         if number == self._stays:
             return False
         if way == RECOMPUTE:
             repeats = self.problem.makers[value.maker].may_repeat
             return repeats and value.wish not in NEVER_RECOMPUTED and number not in self._borders
-        away = self.problem.tiers.get(way)
-        if away is None or not value.may_move or value.wish is CheckpointPolicy.MUST_RECOMPUTE:
-            return False
-        return self.now.moved.get(way, 0) + value.nbytes <= away.nbytes
+        moves = way in self.problem.tiers and value.may_move
+        return moves and value.wish is not CheckpointPolicy.MUST_RECOMPUTE
 
-    def _changes(
-        self, number: int, way: str, at: int
-    ) -> tuple[float, int, list[tuple[int, str]]] | None:
+    def _has_room(self, number: int, tier: str) -> bool:
+        """Whether a tier has room for one more value."""
+        nbytes = self.problem.values[number].nbytes
+        return self.now.moved.get(tier, 0) + nbytes <= self.problem.tiers[tier].nbytes
+
+    def _changes(self, number: int, way: str, at: int) -> tuple[float, int, list[tuple[int, str]]]:
         """Seconds that an action adds, bytes that are free at time `at`, and the changes it
         makes."""
         if way != RECOMPUTE:
@@ -371,7 +389,7 @@ class Search:
             return self.now.offload_seconds(way, nbytes), nbytes, [(number, way)]
         return self._recompute(number, at)
 
-    def _recompute(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]] | None:
+    def _recompute(self, number: int, at: int) -> tuple[float, int, list[tuple[int, str]]]:
         """The same for recomputing `number`, with operands that are no smaller, or all."""
         problem, found = self.problem, self.now
         seconds, gain = 0.0, problem.values[number].nbytes
@@ -390,7 +408,7 @@ class Search:
                 seen.add(read)
                 source = problem.values[read]
                 too = self.wholly or source.nbytes >= problem.values[number].nbytes
-                if too and self._may(read, RECOMPUTE) and len(ops) < DEEPEST:
+                if too and len(ops) < DEEPEST and self._is_allowed(read, RECOMPUTE):
                     changes.append((read, RECOMPUTE))
                     queue.append(read)
                 else:
@@ -405,10 +423,11 @@ class Search:
             key=lambda n: -self.seconds_of(n) / max(self.problem.values[n].nbytes, 1),
         )
         for number in by_cost:
-            was = self.now.seconds
-            undo = self.now.change([(number, self.begin[number])])
-            if self.over > 0 or self.now.seconds > was:
-                self.now.change(undo)
+            if self.begin[number] == KEEP and self.now.least_over_saving(number) > 0:
+                continue
+            other = self.now.changed([(number, self.begin[number])])
+            if other.over <= 0 and other.seconds <= self.now.seconds:
+                self.now = other
 
     def given_up(self, wished: Sequence[str]) -> list[int]:
         """Values that backward wants and whose action is not as it was wished."""
@@ -701,6 +720,28 @@ def split(problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin:
     assert best is not None, "at least the smallest window is tried"
     window = best[2]
     return (begun.get(window) or choosing(window)).best()
+
+
+class Solved:
+    """Choices that were made: an equal problem has the same, and is not searched again.
+
+    What is cut in a trial is cut equally in the graph itself, and asks again what the trial asked.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[object, Choice]] = []
+        """What was asked, and what was chosen."""
+
+    def split(
+        self, problem: Problem, streams: StreamingLoad, ways: Sequence[str], margin: int = 0
+    ) -> Choice:
+        """As `split`."""
+        asked = (problem, streams, tuple(ways), margin)
+        for before, choice in self._made:
+            if before == asked:
+                return choice
+        self._made.append((asked, split(problem, streams, ways, margin)))
+        return self._made[-1][1]
 
 
 def seconds(problem: Problem, streams: StreamingLoad, made: Choice) -> float:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor, library
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.nn.utils import parametrize
 
 import zcompile
@@ -382,6 +383,40 @@ def hooks_of() -> None:
     before, after = private.hooks_of(leaf)
     assert list(before.values()) == [print]
     assert list(after.values()) == [repr]
+
+
+@contract
+def is_written_in_graph() -> None:
+    """Also by a view; a plain tensor is none that a graph writes to."""
+    told: list[bool] = []
+
+    def traced(read: Tensor, written: Tensor) -> None:
+        told.append(private.is_written_in_graph(written))
+        read.t().mul(2).add_(1)
+        written.t()[0].mul_(2)
+        told.extend(map(private.is_written_in_graph, (read, written)))
+
+    dispatch_functionalize(traced)(torch.ones(2, 2), torch.ones(2, 2))
+    assert told == [False, False, True]
+    assert not private.is_written_in_graph(torch.ones(2).mul_(2))
+
+
+@contract
+def line_being_traced() -> None:
+    assert private.line_being_traced() == ""
+    lines: list[str] = []
+
+    @library.custom_op("zinfcontract::line", mutates_args=())
+    def line(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @line.register_fake
+    def _(x: Tensor) -> Tensor:
+        lines.append(private.line_being_traced())
+        return torch.empty_like(x)
+
+    torch.compile(lambda x: line(x) + 1, backend="aot_eager")(torch.ones(2))
+    assert any("in <lambda>: torch.compile(lambda x: line(x) + 1" in found for found in lines)
 
 
 @contract

@@ -403,3 +403,42 @@ def test_a_compiled_function_does_not_write_a_view_that_it_was_called_with(view,
     assert_equal(plain, tiered)
     assert_equal(call(x, plain, view(plain)).detach(), call(x, tiered, view(tiered)).detach())
     assert_equal(plain, tiered)
+
+
+def zero_a_row(w):
+    w[1] = 0.0
+
+
+WRITES_OF_VIEWS = {
+    "item": zero_a_row,
+    "data": lambda w: w.data.view(-1)[1:3].fill_(0.5),
+    "transposed": lambda w: w.detach().t().mul_(2),
+    "diagonal": lambda w: w.diagonal().copy_(w[0]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_OF_VIEWS.values(), ids=WRITES_OF_VIEWS)
+def test_a_compiled_function_does_not_write_a_view_that_it_takes(write, tmp_path):
+    """The graph would write to what it gathered, and w would not hear of it."""
+    torch._dynamo.reset()
+    plain, tiered = parameter_pair(lambda: torch.randn(8, 8), tmp_path)
+
+    def call(x, w):
+        write(w)
+        return x @ w
+
+    x = torch.ones(2, 8)
+    with (
+        torch.no_grad(),
+        pytest.raises(Exception, match=r"writes to a view of a parameter \(File .*: .*w.*\); move"),
+    ):
+        torch.compile(call, backend="zinf")(x, tiered)
+    assert_equal(plain, tiered)
+
+    def broken(x, w):
+        torch.compiler.disable(write)(w)
+        return x @ w
+
+    with torch.no_grad():  # as the error says
+        assert_equal(call(x, plain), torch.compile(broken, backend="zinf")(x, tiered))
+    assert_equal(plain, tiered)

@@ -63,6 +63,7 @@ from zcompile.passes.narrow_params import (
 from zcompile.passes.pipeline import pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.runtime.eager.tensor import TieredTensor, hand_on
+from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import working
@@ -117,7 +118,8 @@ def zinf(
         without_python_kernels(LEFT_WHOLE),
     ):
         try:
-            compiled: Callable[..., Any] = backend(gm, list(example_inputs))
+            with written_views_refused():
+                compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # on purpose: what torch cannot trace raises of no one class
             if isinstance(error, ZinfError):
                 error.put_notes_into_sentence()

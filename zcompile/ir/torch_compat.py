@@ -47,6 +47,8 @@ from torch._guards import CompileContext, TracingContext
 from torch._guards import tracing as _tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import traceback as _fx_traceback
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
@@ -434,6 +436,22 @@ def save_unchecked(node: fx.Node) -> None:
     """Let autograd save a value without a check for later in-place changes, which do not matter to
     backward."""
     node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+def is_written_in_graph(traced: Tensor) -> bool:
+    """Whether the graph that was traced writes to `traced`, a value of it that functionalization
+    stands for, or to a view of it."""
+    return isinstance(traced, FunctionalTensor) and bool(
+        torch._functionalize_has_data_mutation(traced.elem)  # type: ignore[attr-defined]  # no stub
+    )
+
+
+def line_being_traced() -> str:
+    """The innermost line of the user's code of which torch traces what it computes, and where it
+    stands; "" if nobody knows."""
+    trace = str(_fx_traceback.get_current_meta().get("stack_trace", ""))
+    lines = [line.strip() for line in trace.splitlines() if line.strip(" ^~")]
+    return ": ".join(lines[-2:])
 
 
 def forget_hooks(param: Tensor) -> None:

@@ -50,6 +50,7 @@ from zcompile.runtime.eager.joined import run_noted_ops
 from zcompile.runtime.eager.repeats import call_as_before
 from zcompile.runtime.eager.rows import leaves_of
 from zcompile.runtime.eager.unbacked import Unbacked
+from zcompile.runtime.eager.written_views import note_gathered
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
@@ -494,6 +495,7 @@ def _gather_in_graph(func: Dispatched, args: Sequence[Any], kwargs: dict[str, An
         gathered = ops.gather(
             value._handle, layout.size, layout.stride, layout.offset, layout.dtype, value.device
         )
+        note_gathered(gathered)
         return layout.marked(gathered)
 
     for position, argument in enumerate(arguments_of(func)):

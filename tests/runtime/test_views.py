@@ -409,7 +409,7 @@ def zero_a_row(w):
     w[1] = 0.0
 
 
-WRITES = {
+WRITES_OF_VIEWS = {
     "item": zero_a_row,
     "data": lambda w: w.data.view(-1)[1:3].fill_(0.5),
     "transposed": lambda w: w.detach().t().mul_(2),
@@ -417,7 +417,7 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("write", WRITES_OF_VIEWS.values(), ids=WRITES_OF_VIEWS)
 def test_a_compiled_function_does_not_write_a_view_that_it_takes(write, tmp_path):
     """The graph would write to what it gathered, and w would not hear of it."""
     torch._dynamo.reset()

@@ -285,6 +285,7 @@ class TieredTensor(Unbacked):
         register: Any = super().register_hook  # untyped in torch
         return register(partial(_call_unless_none, hook))
 
+    @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
         entry = self.entry
@@ -312,6 +313,7 @@ class TieredTensor(Unbacked):
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return distributed_checkpoint.tensor_shard(self, index)
 
+    @untraced
     def __copy__(self) -> Tensor:
         """Another tensor over the same bytes, as torch makes; a parameter of its own, if this is
         one."""
@@ -320,6 +322,7 @@ class TieredTensor(Unbacked):
             return own(torch.nn.Parameter(made, self.requires_grad))
         return made.requires_grad_(self.requires_grad)
 
+    @untraced
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) in memo:
             found: Tensor = memo[id(self)]

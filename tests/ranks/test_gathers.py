@@ -13,6 +13,7 @@ from zcompile.ir.partition import SHARE_ELEMENTS, Partition, partition_of
 from zcompile.ir.schedule import EntryIndex, Gather, Slot, Ticket
 from zcompile.ir.types import Layout
 from zcompile.runtime.executor import _Call
+from zcompile.runtime.gradients.exchanged import Packed
 
 
 def test_a_gather_waits_for_what_still_reads_bytes_that_it_fills():
@@ -58,7 +59,7 @@ def test_small_gradients_cross_behind_what_copies_them_to_the_host():
 
     taken = []
     call = SimpleNamespace(
-        bucket=[("leaf", torch.ones(3))],
+        bucket=[Packed("leaf", torch.ones(3), ("a read of a sum",))],
         store=SimpleNamespace(device=SimpleNamespace(mark=lambda: "now")),
         tickets={},
         gradients=SimpleNamespace(exchanged=SimpleNamespace(take=lambda *x: taken.append(x))),
@@ -66,7 +67,7 @@ def test_small_gradients_cross_behind_what_copies_them_to_the_host():
         _fabric=SimpleNamespace(exchange_all=exchange_all),
     )
     _Call._exchange_bucket(call, SimpleNamespace(after=(Ticket(3),), ticket=Ticket(7)))
-    assert [after for _, after in asked] == [["ticket 3", "now"]]
+    assert [after for _, after in asked] == [["ticket 3", "now", "a read of a sum"]]
     assert call.tickets == {7: "promise"}
     assert len(taken) == 1
 

@@ -438,6 +438,8 @@ def differing(mesh, kind):
         if kind == "dropped" and rank == 0:
             model.zero_grad()
         backward(model, run, rank)
+        for param in model.parameters():  # waits for what the ranks exchange
+            param.grad.norm()
     except RanksDiffer as error:
         return str(error)
     finally:

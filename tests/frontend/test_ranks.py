@@ -244,7 +244,7 @@ def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
         # The second weight is read in backward too; each gradient is exchanged.
         gathered, exchanged = weights + weights // 2, weights
         assert crosses == (gathered + exchanged) * (ranks - 1) // ranks + small * (ranks - 1)
-        # Equal with one rank, where all stays on the device: sums of the same seconds, in two orders.
+        # Equal with one rank, where all stays on the device: the same seconds, in two orders.
         assert report.bound_seconds <= report.step_seconds * (1 + 1e-12)
 
 

@@ -502,6 +502,32 @@ def ends_compiling() -> None:
 
 
 @contract
+def dynamo_goes_on() -> None:
+    """A backend may ask for the frame to be analysed anew, or to be skipped."""
+    from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+    for error, graphs in [
+        (TensorifyScalarRestartAnalysis(), 2),
+        (SkipFrame("mine"), 1),
+        (DynamicOutputShapeException(torch.ops.aten.nonzero.default), 1),
+    ]:
+        compiled: list[fx.GraphModule] = []
+
+        def backend(gm, inputs, error=error, compiled=compiled):
+            compiled.append(gm)
+            if len(compiled) == 1:
+                raise error
+            return gm.forward
+
+        torch._dynamo.reset()
+        assert torch.compile(lambda x: x.sin(), backend=backend)(torch.zeros(2)).sum() == 0
+        assert len(compiled) == graphs, error
+        assert private.dynamo_goes_on(error)
+    assert not private.dynamo_goes_on(KeyError("mine"))
+
+
+@contract
 def is_applied_by_a_module() -> None:
     """True for what a module applies to its tensors, by any of the verbs that convert it."""
     asked: list[bool] = []

@@ -336,7 +336,7 @@ def held(mesh):
     if rank == ranks - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     promise.wait_finished()
-    fabric.close()
+    fabric.close(ZinfError("closed"))
     return str(promise.error)
 
 

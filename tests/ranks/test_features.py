@@ -1,6 +1,7 @@
 """What users do besides the plain loop, with several ranks."""
 
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import zcompile
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.partition import partition_of
+from zcompile.ir.torch_compat import dynamo_goes_on
 from zcompile.ir.types import Layout
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -38,7 +40,8 @@ def run_on(mesh, case):
     rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
     if mesh is not None:
         zcompile.offload(model, mesh=mesh, **BUDGETS)
-    run = model if mesh is None else torch.compile(model, backend="zinf")
+    dynamic = True if case == "dynamic" else None  # None: what changes becomes so
+    run = model if mesh is None else torch.compile(model, backend="zinf", dynamic=dynamic)
     found = globals()[case](model, run, adamw(model.parameters()), rank, ranks)
     if mesh is not None:
         zcompile.close(model)
@@ -102,6 +105,30 @@ def lengthening(model, run, optimizer, rank, ranks):
     return state_of(model, optimizer)
 
 
+def dynamic(model, run, optimizer, rank, ranks):
+    """Compiled with dynamic sizes from the start: floats of the model are inputs of its graph,
+    which torch makes tensors while the backend compiles, and then analyses the model anew."""
+    with restarts_counted() as restarts:
+        found = lengthening(model, run, optimizer, rank, ranks)
+    assert restarts or run is model, "else nothing is shown"
+    return found
+
+
+@contextmanager
+def restarts_counted():
+    """A list that grows with each analysis of a frame that the backend has asked for anew."""
+    restarts = []
+
+    def counted(error):
+        goes_on = dynamo_goes_on(error)
+        restarts.extend([error] * goes_on)
+        return goes_on
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("zcompile.frontend.backend.dynamo_goes_on", counted)
+        yield restarts
+
+
 def cut(self, ids, wanted):
     """The forward of `Words`, with a graph break between its blocks."""
     x = self.blocks[0](self.table(ids))
@@ -130,11 +157,11 @@ def kept(model, run, optimizer, rank, ranks):
     return found, state_of(model, optimizer)
 
 
-CASES = ["frozen", "hooked", "scaled", "evaluated", "lengthening", "broken", "kept"]
+CASES = ["frozen", "hooked", "scaled", "evaluated", "lengthening", "dynamic", "broken", "kept"]
 
 
 # Frozen weights train in test_stages.py.
-@pytest.mark.parametrize("case", sampled(CASES, "hooked", "scaled"))
+@pytest.mark.parametrize("case", sampled(CASES, "hooked", "scaled", "dynamic"))
 def test_ranks_do_what_one_process_does(pool, case):
     assert pool.run(run_on, 2, case) == [run_on(None, case)] * 2
 

@@ -167,7 +167,7 @@ def carried(mesh):
             link.totals(),
         )
     finally:
-        fabric.close()
+        fabric.close(ZinfError("closed"))
 
 
 def test_a_collective_takes_what_its_bytes_take_on_the_link(pool):
@@ -197,7 +197,7 @@ def held(mesh):
         if not (still := fabric.link.holding()):
             break
         time.sleep(0.01)
-    fabric.close()
+    fabric.close(ZinfError("closed"))
     return told, still, str(promise.error)
 
 
@@ -210,7 +210,7 @@ def held_for_longer(mesh):
     promise = fabric.gather(torch.zeros(NBYTES, dtype=torch.uint8), "w", [])
     promise.wait_finished()
     fabric.agree("have it")
-    fabric.close()
+    fabric.close(ZinfError("closed"))
     return str(promise.error)
 
 

@@ -4,10 +4,12 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_models import batch, optimizer_named, state_of, train, trained_eagerly, words
 from sampled import sampled, sampled_rows
 
 import zcompile
+from zcompile.errors import ZinfError
 from zcompile.frontend.offload import session_behind
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -133,6 +135,47 @@ def test_a_model_that_is_closed_leaves_no_collective_out(pool):
     for ended in pool.run(closed_behind_a_backward, 2):
         assert ended
         assert all(ended)
+
+
+USES = {
+    "read a weight": lambda model, run, optimizer, rank: model.head.weight + 1,
+    "read a gradient": lambda model, run, optimizer, rank: model.head.weight.grad.sum().item(),
+    "step": lambda model, run, optimizer, rank: optimizer.step(),
+    "call the compiled model": lambda model, run, optimizer, rank: run(*batch(0, rank)),
+    "call the model": lambda model, run, optimizer, rank: model(*batch(0, rank)),
+}
+
+
+def used_after_close(mesh):
+    """Whether each use of a closed model says that it is; and what rank 1, which closes it last,
+    has been told of what rank 0 meets after it has closed it."""
+    rank = mesh.get_local_rank()
+    model = zcompile.offload(words(blocks=1), mesh=mesh, device="cpu", device_memory="4MiB")
+    run = torch.compile(model, backend="zinf")
+    optimizer = optimizer_named("adamw")(model.parameters())
+    run(*batch(0, rank)).backward()
+    fabric = session_behind(model).fabric
+    heard = None
+    if rank == 1:
+        dist.barrier(mesh.get_group())
+        heard = fabric._watch._read_failure()
+    zcompile.close(model)
+    told = {}
+    for name, use in USES.items():
+        try:
+            told[name] = use(model, run, optimizer, rank)
+        except Exception as error:  # noqa: BLE001  # of whatever class is to be seen
+            told[name] = "gone: its store was closed" in str(error)
+    if rank == 0:
+        fabric.failed_here(ZinfError("a transfer that was dropped"))
+        dist.barrier(mesh.get_group())
+    return told, str(heard)
+
+
+def test_a_closed_model_says_so_at_once(pool):
+    """Its ranks talk no more: who asked them waited for ever. To use it is no failure of the other
+    ranks, which may train on as long as they need not this one."""
+    assert pool.run(used_after_close, 2) == [(dict.fromkeys(USES, True), "None")] * 2
 
 
 def has_imported(mesh):

@@ -34,6 +34,7 @@ from zcompile.ir.torch_compat import (
     aot_backend,
     boxed,
     cut,
+    dynamo_goes_on,
     ends_compiling,
     handle_input,
     hint,
@@ -122,6 +123,8 @@ def zinf(
             with written_views_refused():
                 compiled: Callable[..., Any] = backend(gm, list(example_inputs))
         except Exception as error:  # on purpose: what torch cannot trace raises of no one class
+            if dynamo_goes_on(error):
+                raise
             if isinstance(error, ZinfError):
                 error.put_notes_into_sentence()
             if session is not None and session.fabric is not None:

@@ -412,7 +412,7 @@ def _open_with_ranks(config: Config, opening: Opening, fabric: Fabric) -> Sessio
         log.info("rank %d of %d holds a share of each tensor", fabric.rank, fabric.size)
     except BaseException as error:
         fabric.failed_here(error)
-        fabric.close()
+        fabric.close(error)
         raise
     return made
 

@@ -33,6 +33,8 @@ from torch._dynamo.backends.common import aot_autograd as _aot_autograd
 from torch._dynamo.decorators import skip as _skip_frames_of
 from torch._dynamo.eval_frame import skip_code as _skip_code
 from torch._dynamo.exc import BackendCompilerFailed as BackendFailed
+from torch._dynamo.exc import SkipFrame as _SkipFrame
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis as _Restart
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback as _falls_back
 from torch._functorch._aot_autograd import runtime_wrappers as _runtime_wrappers
@@ -1062,6 +1064,12 @@ def ends_compiling(error: Exception) -> bool:
     """Whether Dynamo gives up on an error that a backend raises; else it takes another way, such as
     a graph break."""
     return not isinstance(error, (_TracingFailed, *_falls_back))
+
+
+def dynamo_goes_on(error: Exception) -> bool:
+    """Whether an error that a backend raises only tells Dynamo what to do next: analyse the frame
+    anew, as where a float among its inputs becomes a tensor, skip it, or break the graph."""
+    return isinstance(error, (_Restart, _SkipFrame, *_falls_back))
 
 
 def says_not_resizable(error: RuntimeError) -> bool:

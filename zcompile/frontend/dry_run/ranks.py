@@ -97,7 +97,7 @@ class DryRunFabric(Fabric):
     def finish(self) -> None:
         return
 
-    def close(self) -> None:
+    def close(self, error: BaseException) -> None:
         return
 
     def totals(self, reset: bool = False) -> dict[str, Any]:

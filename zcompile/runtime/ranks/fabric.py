@@ -1021,15 +1021,19 @@ class Fabric:
             promise.wait_finished()
 
     @uninterrupted
-    def close(self) -> None:
+    def close(self, error: BaseException) -> None:
         """This rank uses the model no more; idempotent. What was handed over is dropped: `finish`
-        it before, where the ranks are well."""
+        it before, where the ranks are well.
+
+        error  what is raised by what was dropped, and by what comes, unless ranks failed before
+        """
         if os.getpid() != self._pid:
             return
         self._watch.end()
         self.link.stop()
         for lane in self._lanes.values():
             lane.stop()
+        self.fail(error)
 
     def _crashed(self, error: BaseException) -> None:
         self.fail(error)

@@ -107,8 +107,9 @@ class Watch:
         return self._error(self._rank, f"failed: {type(error).__name__}: {error}")
 
     def say_failed(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed, unless it is they who have."""
-        if not isinstance(error, RankFailed | RanksDiffer):
+        """Tell the other ranks that this one has failed, unless it is they who have, or it uses the
+        model no more, which they know."""
+        if not self._end.is_set() and not isinstance(error, RankFailed | RanksDiffer):
             self._say(self._rank, f"failed: {type(error).__name__}: {error}")
 
     def lost(self, rank: int) -> RankFailed:

@@ -476,7 +476,7 @@ def _widened(raw: Tensor, cast: Cast) -> Tensor:
 def _close_all(resources: Resources, fabric: Fabric | None) -> None:
     """Close what a store ran on, and leave the other ranks."""
     if fabric is not None:
-        fabric.close()
+        fabric.close(closed_error(""))
     close_resources(resources)
 
 

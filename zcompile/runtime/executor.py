@@ -625,6 +625,7 @@ class _Call:
                 raise broken from error
             raise
         self.held.end(self.values)
+        self.walk.end()
         meter.span(self._account, self.lap, device.stamp(), self.walk)
         self.watch.over()
 

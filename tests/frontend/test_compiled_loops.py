@@ -262,9 +262,15 @@ def test_a_compiled_function_reads_gradients_that_were_clipped(tmp_path):
     def norm(grad):
         return grad.norm()
 
+    def clip(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
     compiled = torch.compile(norm, backend="zinf")
     for model, call in ((plain, norm), (tiered, compiled)):
         model(inputs(0)).square().sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        clip(model)
         model.seen = [call(p.grad) for p in list(model.parameters())[:2]]
+        for view in (lambda g: g[1], lambda g: g.t(), lambda g: g.view(-1)):
+            clip(model)  # anew, for each: who reads a view has the factors of all applied
+            model.seen.append(call(view(next(model.parameters()).grad)))
     assert plain.seen == tiered.seen

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marking import Marked, Marking
 
 from zcompile.errors import BudgetExceeded, SlotsOverlap
 from zcompile.ir.optimizer_step import StepRoom
@@ -54,6 +55,16 @@ def test_a_view_that_inference_met_first_is_written_by_training(device):
         arena.view(1024, bias)
     arena.view(1024, bias).add_(1)
     assert arena.slot(1024, 32).view(torch.float32).tolist() == [1] * 8
+
+
+def test_a_mode_of_the_user_leaves_none_of_its_tensors_in_the_arena(device):
+    arena, floats = arena_of(device, 64 * KiB), Layout((8,), (1,), 0, torch.float32)
+    with Marking():
+        assert type(torch.ones(8)[:4]) is Marked
+        made = arena.slot(0, 64), arena.view(1024, floats)
+    assert [*map(type, made)] == [torch.Tensor] * 2
+    assert arena.slot(0, 64) is made[0]
+    assert arena.view(1024, floats) is made[1]
 
 
 def test_memory_of_another_size_has_other_views(device):

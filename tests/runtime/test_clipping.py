@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zcompile
 from zcompile.runtime.eager import streaming
+from zcompile.runtime.norms import Norms
 
 
 def plain(value):
@@ -227,6 +228,56 @@ def test_a_clipped_gradient_is_gathered_where_an_unclipped_one_is(tmp_path):
     before = grad @ torch.ones(400, 1)
     grad.mul_(0.5)
     assert torch.equal(grad @ torch.ones(400, 1), before * 0.5)
+
+
+@pytest.mark.parametrize("order", [2.0, 2, 1.0, 0.0, torch.inf])
+def test_norms_of_a_list_of_gradients_have_the_same_bits(order, tmp_path):
+    def run(model, call):
+        optimizer, seen = optim.SGD(model.parameters(), lr=0.01), []
+
+        def measure(grads, **how):
+            norms = torch._foreach_norm(grads, order, **how)
+            seen.append([plain(list(norms)), [norm.dtype for norm in norms]])
+            return norms
+
+        for n, (x, y) in enumerate(batches(4)):
+            nn.functional.cross_entropy(call(x), y).backward()
+            grads = [p.grad for p in model.parameters()]
+            norms = measure(grads)
+            torch._foreach_mul_(norms, 3.0)  # they are the caller's
+            norms[0].add_(1)
+            seen.append(plain(norms))
+            measure(grads)
+            measure(grads, dtype=torch.float64)
+            measure([*grads[1:], grads[0], grads[0]])
+            measure([grads[0].t(), grads[2][1], grads[1]])
+            seen.append(plain(clip_grad_norm_(model.parameters(), 0.3, norm_type=order)))
+            measure(grads)
+            grads[0].mul_(2)
+            measure(grads)
+            grads[1][0] = 5
+            measure(grads)
+            nn.functional.cross_entropy(call(x + 1), y).backward()  # a sum
+            measure([p.grad for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=n % 2 == 0)
+        return seen
+
+    same_training(run, tmp_path, "compiled")
+
+
+def test_clipping_looks_each_gradient_up_once_and_none_by_itself(tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    model = on_disk(mlp(), tmp_path)
+    compiled = torch.compile(model, backend="zinf")
+    together, alone, kept, of = [], [], Norms.kept, Norms.of
+    monkeypatch.setattr(Norms, "kept", lambda *asked: together.append(1) or kept(*asked))
+    monkeypatch.setattr(Norms, "of", lambda *asked: alone.append(1) or of(*asked))
+    for steps, (x, y) in enumerate(batches(3), start=1):
+        nn.functional.cross_entropy(compiled(x), y).backward()
+        clip_grad_norm_(model.parameters(), 0.1)
+        assert (len(together), len(alone)) == (steps * len(list(model.parameters())), 0)
+        model.zero_grad()
 
 
 def test_a_norm_is_its_callers_own(tmp_path):

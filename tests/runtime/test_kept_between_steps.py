@@ -207,6 +207,23 @@ def test_after_a_change_a_call_looks_again(store):
     assert view.tolist() == [3.0] * 64
 
 
+def test_beside_what_is_kept_others_are_lent_by_the_views_of_the_last_call(store, monkeypatch):
+    param, grad = lasting_entry(store), near_entry(store, 5.0)
+    writing = replace(borrowing(), writes=True)
+    borrows = [writing, replace(writing, entry=EntryIndex(1))]
+    lent, kept, versions = [], [], []
+    for _ in range(4):
+        views = resident.resident_views(store, [param, grad], SERIAL)
+        kept.append(views.kept is not None)
+        lent.append(views.views(borrows, SERIAL))
+        versions.append((param.version, grad.version))
+        monkeypatch.setattr(store.arena, "view", lambda *how: pytest.fail("it was viewed before"))
+    assert kept[1:] == [True] * 3
+    assert all(one is first for views in lent for one, first in zip(views, lent[0], strict=True))
+    first = versions[0]
+    assert versions == [(first[0] + n, first[1] + n) for n in range(4)], "each writes, once a call"
+
+
 def test_what_a_view_moves_is_viewed_anew(store):
     """To view one entry may have what waits settled, which moves others."""
     param, grad = lasting_entry(store), near_entry(store, 5.0)

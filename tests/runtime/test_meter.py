@@ -48,6 +48,8 @@ def test_a_walk_that_is_not_timed_is_divided_as_the_last_one_that_was():
         timed = Walk(1, timed=True)
         meter.span("compute", At(0.0), At(compute / 2), timed)
         meter.span("stall", At(0.0), At(stall), timed)
+        meter.seconds()
+        timed.end()
         meter.span("compute", At(0.0), At(compute / 2), timed)
     assert meter.seconds() == {"compute": 4.0, "stall": 10.0, "optimizer": 0.0}
     meter.span("compute", At(0.0), At(8.0), Walk(1, timed=False))
@@ -56,12 +58,23 @@ def test_a_walk_that_is_not_timed_is_divided_as_the_last_one_that_was():
     assert meter.seconds() == {"compute": 10.0, "stall": 12.0, "optimizer": 1.0}
 
 
+def test_a_timed_walk_that_raises_divides_no_other():
+    meter = Meter()
+    whole = Walk(1, timed=True, over=True)
+    meter.span("compute", At(0.0), At(3.0), whole)
+    meter.span("stall", At(0.0), At(1.0), whole)
+    meter.span("stall", At(0.0), At(7.0), Walk(1, timed=True))
+    assert meter.seconds() == {"compute": 3.0, "stall": 8.0, "optimizer": 0.0}
+    meter.span("compute", At(0.0), At(4.0), Walk(1, timed=False))
+    assert meter.seconds() == {"compute": 6.0, "stall": 9.0, "optimizer": 0.0}
+
+
 def test_of_few_schedules_is_kept_how_their_time_divides():
     meter = Meter()
     for schedule in range(3 * MOST_SPLITS):
-        meter.span("compute", At(0.0), At(1.0), Walk(schedule, timed=True))
+        meter.span("compute", At(0.0), At(1.0), Walk(schedule, timed=True, over=True))
         meter.seconds()
-    assert len(meter._splits) <= MOST_SPLITS
+    assert 0 < len(meter._splits) <= MOST_SPLITS
 
 
 def test_spans_that_nobody_asks_for_stay_few():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marking import Marked, Marking
 from torch import Tensor
 
 from zcompile.errors import TierFull
@@ -130,6 +131,13 @@ def test_the_host_tier_tells_where_bytes_lie_by_the_same_objects_until_it_is_clo
         ((_, memory),) = tier.pieces(extent, 0, 8 * KiB)
     assert tier.pieces(extent, 0, 8 * KiB)[0][1] is memory
     memory.add_(1)  # by training
+    with Marking():
+        assert type(torch.ones(8)[:4]) is Marked
+        pieces = tier.pieces(extent, 0, KiB)
+        made = HostTier(64 * KiB, host_pages, Gauge())
+        pieces += made.pieces(made.reserve(KiB, "b"), 0, KiB)
+    assert [type(piece) for _, piece in pieces] == [Tensor] * 2
+    del pieces
     alive = weakref.ref(memory.untyped_storage())
     del memory
     tier.close()

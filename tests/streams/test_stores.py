@@ -145,6 +145,24 @@ def test_what_is_in_flight_on_dead_entries_takes_no_room(store):
         assert home == "disk"
 
 
+def test_what_is_over_on_dead_entries_is_waited_for_by_no_thread(store, monkeypatch):
+    asked, ask = [], type(store.device).wait_in_thread
+
+    def wait_in_thread(device, direction, job):
+        asked.append(direction)
+        ask(device, direction, job)
+
+    monkeypatch.setattr(type(store.device), "wait_in_thread", wait_in_thread)
+    entry = create(store, "old")
+    handle = store.handle(entry)
+    put(store, entry)
+    del entry, handle
+    assert not store.is_idle()
+    monkeypatch.setattr(Event, "answers", True)
+    assert create(store, "new").home == "host"
+    assert not asked
+
+
 def test_compute_is_on_one_stream(store):
     entry = create(store, "w")
     put(store, entry)

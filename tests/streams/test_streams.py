@@ -3,6 +3,7 @@ the device's own code over simulated streams, and with each order taken out the 
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import planned_runs
 import pytest
@@ -67,11 +68,53 @@ def test_a_walk_that_is_not_timed_records_two_events_for_a_stopwatch(run, monkey
     monkeypatch.setattr(_Call, "run", noting)
     monkeypatch.setattr(CudaDevice, "stamp", lambda device: stamps.append(1) or stamp(device))
     run.steps(EVERY)
+    run.begin_anew()
     untimed = {made for timed, _, made in walks if not timed}
     assert untimed == {2}, "where it begins, and where it ends"
     assert all(made > 2 for timed, joins, made in walks if timed and joins)
-    assert run.session.meter.seconds()["compute"] >= 0.0
+
+
+@dataclass(frozen=True)
+class Second:
+    """A stamp at the second it is called by."""
+
+    at: float
+
+    def until(self, later):
+        return later.at - self.at
+
+
+def test_a_walk_that_is_not_timed_is_divided_as_the_last_timed_one_of_its_schedule(
+    run, monkeypatch
+):
+    walks, walk, meter = [], _Call.run, run.session.meter
+    span, seconds = meter.span, meter.seconds
+
+    def noting(call, others):
+        before = seconds()
+        walk(call, others)
+        parts = {activity: total - before[activity] for activity, total in seconds().items()}
+        walks.append((call.walk, parts))
+
+    # Every span is of one second.
+    monkeypatch.setattr(meter, "span", lambda what, _, __, of: span(what, Second(0), Second(1), of))
+    monkeypatch.setattr(_Call, "run", noting)
+    run.steps(EVERY + 1)
     run.begin_anew()
+    last, divided = {}, 0
+    for of, parts in walks:
+        if of.timed:
+            last[of.schedule] = parts
+            continue
+        assert sum(parts.values()) == pytest.approx(1)
+        if (known := last.get(of.schedule)) is not None:
+            divided += 1
+            whole = sum(known.values())
+            assert parts == pytest.approx({what: s / whole for what, s in known.items()})
+            assert (parts["stall"] > 0) == (known["stall"] > 0)
+    assert divided, "a schedule is timed, and then is not"
+    if run.name == "streaming":
+        assert any(parts["stall"] > 0 for parts in last.values()), "it waits for what it fetches"
 
 
 @pytest.mark.parametrize("name", sampled(["streaming", "part on the device"], "streaming"))

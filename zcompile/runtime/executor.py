@@ -375,8 +375,12 @@ class Executor:
         if schedule.phase is Phase.BACKWARD:
             # Sums are added to gradients as they are.
             self.store.deferrals.apply_all(self.store.holds)
-        elif schedule.phase is Phase.FORWARD:
-            self.store.deferrals.apply_each(entries)  # a schedule of its own, before this one walks
+        elif schedule.phase is Phase.FORWARD and self.store.deferrals.any_wait:
+            # Schedules of their own, before this one walks.
+            if any(map(_is_tiered, values)):  # a view of a gradient, perhaps: as of late updates
+                self.store.deferrals.apply_all(self.store.holds)
+            else:
+                self.store.deferrals.apply_each(entries)
         self._agreed_ahead = None
         schedule = self._policy.narrowed(schedule, entries)
         # Taken now: what this call prepares may walk schedules of its own, on one rank alone.
@@ -621,6 +625,7 @@ class _Call:
                 raise broken from error
             raise
         self.held.end(self.values)
+        self.walk.end()
         meter.span(self._account, self.lap, device.stamp(), self.walk)
         self.watch.over()
 

@@ -37,16 +37,22 @@ class Stamp(Protocol):
         """Whether the device has passed it."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Walk:
     """One walk of a schedule, to which spans belong.
 
     schedule  its serial
     timed     its spans are of all activities, one after the other; else one span is of all of it
+    over      it came to its end, of which the next span is the last: nothing was raised
     """
 
     schedule: int
     timed: bool
+    over: bool = False
+
+    def end(self) -> None:
+        """Note that it is over."""
+        self.over = True
 
 
 MOST_SPLITS = 1024
@@ -121,9 +127,11 @@ class Meter:
         self._before = Totals(dict.fromkeys(LINKS, 0), dict.fromkeys(SECONDS, 0.0), 0)
         """What had been counted by the last reset."""
         self._spans: deque[tuple[str, Stamp, Stamp, Walk | None]] = deque()
-        self._splits: dict[int, tuple[Walk, dict[str, float]]] = {}
-        """Serial of a schedule -> its last walk that was timed, and the seconds of each activity
-        in that."""
+        self._splits: dict[int, dict[str, float]] = {}
+        """Serial of a schedule -> the seconds of each activity in its last walk that was timed to
+        the end."""
+        self._latest: tuple[Walk | None, dict[str, float]] = None, {}
+        """The timed walk of which a span was read last, and its seconds so far."""
         self._passages: deque[Passage] | None = None
 
     def moved(self, link: str, nbytes: int) -> None:
@@ -276,15 +284,18 @@ class Meter:
     def _add_of(self, walk: Walk, activity: str, seconds: float) -> None:
         """As `add`, of a span of a walk."""
         with self._lock:
-            last, split = self._splits.get(walk.schedule, (None, {}))
             if walk.timed:
-                if last is not walk:
+                if self._latest[0] is not walk:
+                    self._latest = walk, {}
+                split = self._latest[1]
+                split[activity] = split.get(activity, 0.0) + seconds
+                if walk.over:
                     if len(self._splits) >= MOST_SPLITS:
                         self._splits.clear()
-                    split = {}
-                    self._splits[walk.schedule] = walk, split
-                split[activity] = split.get(activity, 0.0) + seconds
-            parts = {activity: 1.0} if walk.timed else split
+                    self._splits[walk.schedule] = split
+                self._seconds[activity] += seconds
+                return
+            parts = self._splits.get(walk.schedule, {})
             whole = sum(parts.values())
             if not whole:  # nothing is known of it
                 parts, whole = {activity: 1.0}, 1.0

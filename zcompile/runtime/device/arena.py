@@ -25,7 +25,7 @@ from torch import Tensor
 from zcompile.errors import BudgetExceeded, SlotsOverlap, more_device_memory
 from zcompile.ir.optimizer_step import NO_ROOM, StepRoom
 from zcompile.ir.ties import Dead, Tie, tie_to
-from zcompile.ir.torch_compat import storage_of
+from zcompile.ir.torch_compat import storage_of, without_modes
 from zcompile.ir.types import ALIGNMENT, Layout, aligned
 from zcompile.ir.units import show_size
 from zcompile.runtime.changes import CHANGES
@@ -162,8 +162,8 @@ class Arena:
         if slot is None:
             if len(self._slot_memory) >= MOST_VIEWS:
                 self._forget_views()
-            memory = self._memory if self._memory is not None else self._allocated()
-            with torch.inference_mode(False):  # as of `view`
+            with torch.inference_mode(False), without_modes():  # as of `view`
+                memory = self._memory if self._memory is not None else self._allocated()
                 slot = self._slot_memory[known] = memory[address : address + nbytes]
         return slot
 
@@ -177,8 +177,9 @@ class Arena:
         if view is None:
             if len(self._views) >= MOST_VIEWS:
                 self._forget_views()
-            # It outlives this call: torch lets nobody write to what inference mode has made.
-            with torch.inference_mode(False):
+            # It outlives this call: torch lets nobody write to what inference mode has made, and a
+            # mode of the user may make other tensors.
+            with torch.inference_mode(False), without_modes():
                 view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
         return view
 

@@ -16,7 +16,8 @@ from zcompile.errors import Unsupported
 from zcompile.ir.torch_compat import is_written_in_graph, line_being_traced
 
 _GATHERED: ContextVar[list[tuple[Tensor, str]] | None] = ContextVar("gathered", default=None)
-"""What the graph that is being traced has gathered, and the user's lines that read it."""
+"""What the graph that is being traced has gathered, and the user's lines that read it: of a view,
+the one that takes it. Which line writes to it, nobody knows."""
 
 
 def note_gathered(gathered: Tensor) -> None:
@@ -40,8 +41,9 @@ def written_views_refused() -> Iterator[None]:
         _GATHERED.reset(token)
     for gathered, line in noted:
         if is_written_in_graph(gathered):
-            where = f" ({line})" if line else ""
+            where = f" (the view is taken in {line})" if line else ""
             raise Unsupported(
                 f"a compiled function writes to a view of a parameter{where}",
-                "move the write outside, or into a function under torch.compiler.disable",
+                "move the write outside, or into a function under torch.compiler.disable that "
+                "takes the view from the parameter itself (one that is handed to it is a copy)",
             )

@@ -111,6 +111,11 @@ class Deferrals(Generic[E]):
         self._apply_now = apply_now
         self._waiting: dict[int, E] = {}
 
+    @property
+    def any_wait(self) -> bool:
+        """Whether changes of any entry wait."""
+        return bool(self._waiting)
+
     def defer(self, entry: E, change: Deferred) -> None:
         """Note a change, to be applied before the entry is read, or by whoever reads it."""
         entry.settle_updates()  # a change is made of what is widened on its way
@@ -126,9 +131,8 @@ class Deferrals(Generic[E]):
 
     def apply_each(self, entries: Iterable[E]) -> None:
         """Apply what is deferred of these entries."""
-        if self._waiting:
-            for entry in entries:
-                self.apply(entry)
+        for entry in entries:
+            self.apply(entry)
 
     def drop(self, entry: E) -> None:
         """The entry is dead."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import TierFull
+from zcompile.ir.torch_compat import without_modes
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.meter import Gauge
@@ -71,7 +72,8 @@ class HostTier:
         for block in range(begin // unit, -(-end // unit)):
             if block not in self._blocks:
                 left = self._extents.capacity - block * unit
-                self._blocks[block] = self._make_block(min(unit, left))
+                with without_modes():  # of the user: it outlives this call
+                    self._blocks[block] = self._make_block(min(unit, left))
 
     def release(self, extent: Extent) -> None:
         with self._lock:
@@ -86,7 +88,7 @@ class HostTier:
         if found is None:
             if len(self._pieces) >= MOST_PIECES:
                 self._pieces.clear()
-            with torch.inference_mode(False):  # they outlive this call
+            with torch.inference_mode(False), without_modes():  # they outlive this call
                 found = self._pieces[asked] = tuple(self._cut(extent.offset, begin, end))
         return found
 

@@ -244,6 +244,8 @@ class TransferQueue:
         with self._lock:
             in_flight = list(self._in_flight)
         found = [t for t in in_flight if t.place.freed and t.place.tier is tier]
+        if found:
+            self.ends.look()  # for what is over by now, no thread has to wait
         for transfer in found:
             transfer.end_heard().wait_finished()
         return bool(found)

@@ -229,7 +229,7 @@ def with_a_step_that_moves_nothing(monkeypatch):
         model, compiled, optimizer = begun(PLANNED + 2, **streaming())
         plan = session_behind(model).controller.plan
         rest = [call.schedule for call in plan.step.calls if call.phase is Phase.STEP]
-        if plan.late and rest and all(schedule.changed_in_place for schedule in rest):
+        if plan.late and rest and all(schedule.changes_in_place for schedule in rest):
             return model, compiled, optimizer
         zcompile.close(model)
     pytest.fail("no plan has a step that is passed by")

@@ -164,8 +164,6 @@ class Foresight:
 
     def _passes_by(self, call: Call, then: Call) -> bool:
         """Whether `call` is passed by on the way to `then`, which has followed it."""
-        if not call.schedule.changed_in_place:
-            return False
         pair = call.identity, then.identity
         if pair not in self._passed_by:
             if len(self._passed_by) >= MOST_REMEMBERED:

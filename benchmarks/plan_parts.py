@@ -59,7 +59,7 @@ def rows(case: Case) -> Iterator[str]:
     for budget, given in budgeted(traced, terms):
         below, texts = 0.0, [case.name, budget]
         for height in heights(traced, given):
-            texts.append(f"{1e3 * (height - below):.1f}")
+            texts.append(f"{1e3 * (height - below):z.1f}")
             below = height
         yield f"| {' | '.join((*texts, f'{1e3 * below:.1f}'))} |"
 

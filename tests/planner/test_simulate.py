@@ -37,6 +37,7 @@ from zcompile.ir.schedule import (
 from zcompile.ir.types import HELD, EntryKind, Layout, Phase
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.planner.links import LinkSimulator, SimTransfer
+from zcompile.planner.paths import LinkPaths
 from zcompile.planner.simulator import InFlight, Leaving, simulate, step_seconds
 
 BLOCK = 4096
@@ -80,6 +81,27 @@ def test_the_first_fetch_of_the_next_step_hides_behind_this_one():
     assert (cold.step_s, warm.step_s) == (8.0, 7.0)
     assert warm.stall_s == 1.0
     assert min(sent for sent, _ in travelled(warm)) < 0
+
+
+@pytest.mark.parametrize(("written", "passed"), [(1, True), (0, False)])
+def test_a_fetch_of_a_forward_is_handed_over_past_a_step_in_place_that_does_not_write_it(
+    written, passed
+):
+    forward = a_call(fetching(0, 0), waiting(0), computing(3), freeing())
+    backward = a_call(
+        fetching(2, 0, slot=HIGH), waiting(0, HIGH), computing(3), phase=Phase.BACKWARD
+    )
+    changed = Borrow(EntryIndex(written), 0, FLOATS, Register(1), True, "w")
+    in_place = a_call(changed, computing(1), phase=Phase.STEP)
+    step = step_of(forward, backward, in_place)
+    ahead = LinkPaths(step, Costs(machine()), {}).handovers(step.calls)
+    assert [then for then, _ in ahead] == [
+        backward,
+        forward if passed else in_place,
+        None if passed else forward,
+    ]
+    begins = simulate(step, Costs(machine())).moments[0].sent_s
+    assert begins == (-4.0 if passed else 0.0)
 
 
 def test_what_a_step_leaves_to_write_counts_where_steps_are_compared():

@@ -11,7 +11,9 @@ from planned_runs import (
     adamw,
     begun,
     gpt,
+    ids,
     let_all_be_late,
+    loss_of,
     review_no_plan,
     same,
     streaming,
@@ -26,7 +28,9 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.handover import handover, passes_by
 from zcompile.ir.types import Phase
 from zcompile.planner import late_step
+from zcompile.runtime import foresight
 from zcompile.runtime.foresight import Foresight
+from zcompile.runtime.session import session_of
 
 
 @pytest.fixture(autouse=True)
@@ -203,23 +207,134 @@ def handed_over(monkeypatch):
     return found
 
 
-def test_fetches_of_a_forward_start_in_backward_past_a_step_that_moves_nothing(
-    monkeypatch, handed_over
-):
+@pytest.fixture
+def given_back(monkeypatch):
+    """The fetches that started ahead and were of no use."""
+    found, give_back = [], Foresight._give_back
+
+    def gives_back(self, fetch, ticket):
+        found.append(fetch)
+        give_back(self, fetch, ticket)
+
+    monkeypatch.setattr(Foresight, "_give_back", gives_back)
+    return found
+
+
+def with_a_step_that_moves_nothing(monkeypatch):
+    """A planned run: its model, the compiled model and the optimizer."""
     let_all_be_late(monkeypatch)
     review_no_plan(monkeypatch)
     monkeypatch.setattr(late_step, "SMALL_BYTES", 512)  # smaller ones are updated in the step
-    model, compiled, optimizer = begun(PLANNED + 2, **streaming())
-    session, steps = session_behind(model), PLANNED + 3
-    assert session.controller.plan.late
-    rest = [c.schedule for c in session.controller.plan.step.calls if c.phase is Phase.STEP]
-    assert all(schedule.changed_in_place for schedule in rest)
-    assert rest, "else nothing is passed by"
+    for _ in range(3):  # what rests where depends on what was measured
+        model, compiled, optimizer = begun(PLANNED + 2, **streaming())
+        plan = session_behind(model).controller.plan
+        rest = [call.schedule for call in plan.step.calls if call.phase is Phase.STEP]
+        if plan.late and rest and all(schedule.changes_in_place for schedule in rest):
+            return model, compiled, optimizer
+        zcompile.close(model)
+    pytest.fail("no plan has a step that is passed by")
+
+
+def test_fetches_of_a_forward_start_in_backward_past_a_step_that_moves_nothing(
+    monkeypatch, handed_over, given_back
+):
+    model, compiled, optimizer = with_a_step_that_moves_nothing(monkeypatch)
+    steps = PLANNED + 3
     handed_over.clear()
+    given_back.clear()
     train(model, compiled, optimizer, PLANNED + 2, steps)
     assert (Phase.BACKWARD, Phase.FORWARD) in handed_over
     train(model, compiled, optimizer, steps, steps + 2)
+    assert given_back == []
     plain = gpt()
     train(plain, plain, adamw(plain), end=steps + 2)
     assert same(model, values(plain))
     zcompile.close(model)
+
+
+@torch.no_grad()
+def test_calls_that_are_passed_by_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(foresight, "MOST_PASSED", 4)
+    fields = {"device": "cpu", "device_memory": "1MiB", "host_memory": "1MiB"}
+    model = zcompile.offload(nn.Sequential(*(Holder(torch.ones(64)) for _ in range(6))), **fields)
+    known = session_behind(model).executor.foresight
+    around(model, *range(6), *range(6), *range(6))  # each where it rests, and nothing else
+    assert len(known._passed) == 4
+    latest = next(reversed(known._passed))
+    known.begin(heeded := known.call(one_use(LOW), ()), 0)
+    assert known._followers[latest] is heeded
+    assert not known._passed
+    zcompile.close(model)
+
+
+def test_what_was_given_back_for_a_read_of_a_gradient_is_started_in_the_step(
+    monkeypatch, handed_over
+):
+    model, compiled, optimizer = with_a_step_that_moves_nothing(monkeypatch)
+    plain = gpt()
+    theirs = adamw(plain)
+    train(plain, plain, theirs, end=PLANNED + 2)
+    for number in range(PLANNED + 2, PLANNED + 5):
+        handed_over.clear()
+        for trained, forward, steps in ((model, compiled, optimizer), (plain, plain, theirs)):
+            loss_of(forward, ids(10 * number)).backward()
+            for p in trained.parameters():
+                p.grad.sum()
+            steps.step()
+            steps.zero_grad()
+    assert (Phase.STEP, Phase.FORWARD) in handed_over
+    assert same(model, values(plain))
+    zcompile.close(model)
+
+
+@pytest.fixture
+def entries():
+    """Of three parameters as long as the slots here."""
+    made = nn.Sequential(*(Holder(torch.ones(128)) for _ in range(3)))
+    model = zcompile.offload(made, device="cpu", device_memory="1MiB", host_memory="1MiB")
+    yield [layer.w.entry for layer in model]
+    zcompile.close(model)
+
+
+def starting(*calls):
+    """Indices of the calls of a step in which fetches for a later one start; the last starts those
+    of the next step.
+
+    calls  (schedule, the entry that it is about)
+    """
+    session, found = session_of(calls[0][1]), []
+    known = session.executor.foresight
+    for number, (called, entry) in enumerate(calls):
+        given = known.begin(known.call(called, [entry]), 0)
+        for opening in called.fetches():
+            if opening.ticket in given:
+                given[opening.ticket].wait()
+                session.arena.give_slot(opening.slot.address, opening.slot.nbytes)
+        before = known._prefetched
+        for index in range(len(called.instructions)):
+            known.passed(index)
+        if known._prefetched is not before:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize(("written", "starts"), [(1, [0, 2]), (2, [1, 2])])
+def test_what_a_step_writes_is_brought_after_it_and_all_else_before(
+    entries, given_back, written, starts
+):
+    rows = (one_use(LOW), entries[0]), (changes(), entries[written]), (one_use(HIGH), entries[2])
+    for _ in range(2):
+        starting(*rows)
+    assert starting(*rows) == starts
+    assert given_back == []
+
+
+def test_whether_a_step_is_passed_by_is_asked_of_what_followed_it_last(entries):
+    first, step = (one_use(LOW), entries[0]), (changes(), entries[2])
+    then, later = (one_use(HIGH), entries[1]), (one_use(HIGH), entries[2])
+    for _ in range(3):
+        starts = starting(first, step, then)
+    assert starts == [0, 2]
+    for _ in range(3):
+        starts = starting(first, step, later)
+    assert starts == [1, 2]

@@ -1,6 +1,8 @@
 """Disk and memory exchange bytes without a copy between, where both lie on granules; writes do
 where the ring has no room for them."""
 
+import mmap
+
 import pytest
 import torch
 
@@ -54,6 +56,18 @@ def test_a_slot_goes_to_disk_by_the_ring_if_that_has_room_and_comes_back_without
     assert torch.equal(target, numbers(nbytes))
     assert ranges == []
     assert store.meter.bytes()["h2d"] == store.meter.bytes()["d2h"] == nbytes
+
+
+def test_memory_outside_the_arena_goes_to_disk_without_the_ring(open_store, staged):
+    """Nobody waits for it as for a slot."""
+    store = open_store(host_memory=SMALL, disk=True)
+    ranges, nbytes = staged(store), lane_bytes(SMALL)
+    entry = store.create("w", EntryKind.PARAM, nbytes)
+    source = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)  # on whole blocks
+    source.copy_(numbers(nbytes))
+    store.put(entry, source).wait()
+    assert ranges == []
+    assert torch.equal(store.read_all(entry), numbers(nbytes))
 
 
 def test_what_lies_behind_a_slot_is_not_touched(open_store, staged):

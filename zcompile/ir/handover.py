@@ -67,7 +67,7 @@ def passes_by(schedule: Schedule, then: Schedule, written: Mapping[int, int]) ->
     written  ticket of a fetch of `then` -> instruction of `schedule` after which its bytes are
              written
     """
-    if not schedule.changed_in_place:
+    if not schedule.changes_in_place:
         return False
     return not any(fetch.effects.ticket in written for fetch in _opening(then))
 

@@ -697,12 +697,13 @@ class Schedule:
         return frozenset(home.entry for home in self._gradients() if home.in_place)
 
     @cached_property
-    def changed_in_place(self) -> tuple[EntryIndex, ...]:
-        """Of a step that moves nothing, and takes nothing of the arena, the entries it writes."""
+    def changes_in_place(self) -> bool:
+        """Whether it is a step that writes entries, moves nothing, and takes nothing of the
+        arena."""
         rows = self.effects
         if self.phase is not Phase.STEP or any(x.is_transfer or x.takes for x in rows):
-            return ()
-        return tuple([x.home.entry for x in rows if x.home is not None and x.writes_home])
+            return False
+        return any(x.home is not None and x.writes_home for x in rows)
 
     @cached_property
     def staying_runs(self) -> "Mapping[int, tuple[Reduce, ...]]":

@@ -78,11 +78,12 @@ def _most(straight: bool) -> int:
 
 
 def writes_behind(nbytes: int, ring_bytes: int) -> bool:
-    """Whether bytes that could go straight to the disk pass the ring all the same: if writes have
-    room for all of them at once there.
+    """Whether a slot of the arena that could go straight to the disk passes the ring all the same:
+    if writes have room for all of it at once there.
 
-    Their memory is free as soon as they are copied, and the disk writes them behind what comes
-    next: a slot of the arena is room that others wait for, and a disk is slower than memory.
+    It is free as soon as it is copied, and the disk writes it behind what comes next: a slot is
+    room that others wait for, and a disk is slower than memory. What else is in the ring by then is
+    not asked: several slots in a row wait there for each other.
     """
     return nbytes <= lane_bytes(ring_bytes)
 

@@ -91,26 +91,18 @@ class LinkPaths:
         That is the next one, but for calls that are passed by, which hand over nothing themselves.
         """
         found: list[Ahead] = []
-        for then, now in self._pairs(calls):
-            if then is None:
-                found.append((None, {}))
-            else:
-                written = self._written_in(now, then)
-                found.append((then, handover(now.schedule, then.schedule, written).starts))
-        return found
-
-    def _pairs(self, calls: Sequence[StepCall]) -> list[tuple[StepCall | None, StepCall]]:
-        """Each call with the one that it hands over to; with None, if it is passed by."""
-        heeded = (call for call in calls if not call.schedule.changed_in_place)
-        then, pairs = next(heeded, calls[0] if calls else None), []
+        # The next step begins with this one, unless that is passed by too.
+        heeded = (call for call in calls if not call.schedule.changes_in_place)
+        then = next(heeded, calls[0] if calls else None)
         for now in reversed(calls):
             assert then is not None, "there are calls"
-            passed = bool(now.schedule.changed_in_place) and passes_by(
-                now.schedule, then.schedule, self._written_in(now, then)
-            )
-            pairs.append((None if passed else then, now))
-            then = then if passed else now
-        return pairs[::-1]
+            written = self._written_in(now, then)
+            if passes_by(now.schedule, then.schedule, written):
+                found.append((None, {}))
+            else:
+                found.append((then, handover(now.schedule, then.schedule, written).starts))
+                then = now
+        return found[::-1]
 
     def _written_in(self, now: StepCall, then: StepCall) -> Mapping[int, int]:
         """Ticket of a fetch of `then` -> instruction of `now` after which what it brings is

@@ -28,6 +28,10 @@ from zcompile.verify.schedule import ScheduleCall, verify_handover
 MOST_REMEMBERED = 4096
 """Calls remembered; a model with more pieces than this forgets the oldest, and only loses time."""
 
+MOST_PASSED = MOST_REMEMBERED // 4
+"""Calls passed by one after the other that are remembered. Each takes two places among the calls
+that are remembered at all, so together at most half of those."""
+
 MOST_TURNS = 256
 """Calls of one kind in a step that are told apart, as those of so many micro-batches."""
 LATEST = -1
@@ -89,8 +93,9 @@ class Foresight:
         self._store = store
         self._followers: OrderedDict[tuple[Identity, int], Call] = OrderedDict()
         self._last: tuple[Identity, int] | None = None
-        self._passed: list[tuple[Identity, int]] = []
-        """The calls that were passed by since."""
+        self._passed: OrderedDict[tuple[Identity, int], None] = OrderedDict()
+        """The latest calls that were passed by since: a step that only ever follows itself is
+        passed by each time."""
         self._turns: dict[Identity, int] = {}
         self._stepped = False
         self._prefetched: _Prefetched | None = None
@@ -135,10 +140,12 @@ class Foresight:
         place = call.identity, self._turn(call)
         then = self._follower(place)
         if then is not None and self._passes_by(call, then):
-            self._passed.append(place)
+            self._pass_by(place)
             self._ready = {}
+            if self._prefetched is None:  # or it was given back, for an eager gather say
+                self._next, self._ready = then, dict(self._plan(call, then, others))
             return {}
-        before = [*self._passed] if self._last is None else [self._last, *self._passed]
+        before = [*self._passed] if self._last is None else [*self._passed, self._last]
         for known in (known for last in before for known in (last, (last[0], LATEST))):
             self._followers[known] = call
             self._followers.move_to_end(known)
@@ -157,8 +164,6 @@ class Foresight:
 
     def _passes_by(self, call: Call, then: Call) -> bool:
         """Whether `call` is passed by on the way to `then`, which has followed it."""
-        if not call.schedule.changed_in_place:
-            return False
         pair = call.identity, then.identity
         if pair not in self._passed_by:
             if len(self._passed_by) >= MOST_REMEMBERED:
@@ -166,6 +171,14 @@ class Foresight:
             written = then.written_in(call)
             self._passed_by[pair] = passes_by(call.schedule, then.schedule, written)
         return self._passed_by[pair]
+
+    def _pass_by(self, place: tuple[Identity, int]) -> None:
+        """Remember that this call came between the last one that was not passed by and its
+        follower."""
+        self._passed[place] = None
+        self._passed.move_to_end(place)
+        if len(self._passed) > MOST_PASSED:
+            self._passed.popitem(last=False)
 
     def stepped(self) -> None:
         """An optimizer's step was called, and all of it waits."""

@@ -736,7 +736,7 @@ class Store:
         if not target.numel():
             return Behind(after)  # a tile of which this rank holds nothing
         self._prepare_read(entry, ahead)
-        window, padded = self.arena.window_and_holds(target)
+        window, in_arena = self.arena.window_and_holds(target)
         place, context = entry.place, self._context
         streams = context.device.streams
         if streams is not None and place.tier.in_memory:
@@ -744,7 +744,7 @@ class Store:
             if self._mover.copy_on_stream(copy, after):
                 return copy
         marks = compute_marks(after)
-        return self._submit(Fetch(place, begin, window, target, marks, context, padded), after)
+        return self._submit(Fetch(place, begin, window, target, marks, context, in_arena), after)
 
     def can_view_in_place(self, entry: Entry) -> bool:
         """Whether compute reaches the bytes of `entry` where they rest, in one piece.
@@ -825,16 +825,16 @@ class Store:
             if source.numel() == entry.nbytes:
                 entry.deferred = ()
             self.deferrals.apply(entry)
-        window, padded = self.arena.window_and_holds(source)
+        window, in_arena = self.arena.window_and_holds(source)
         place, context = entry.place, self._context
         streams, copy = context.device.streams, None
         if streams is not None and place.tier.in_memory and not streams.is_on_host(source):
             copy = OneCopy(place, begin, window, source, streams, True, self._mover.ends)
 
         def put() -> Transfer:
-            return Put(place, begin, window, source, compute_marks(after), context, padded)
+            return Put(place, begin, window, source, compute_marks(after), context, in_arena)
 
-        ticket = self._submit_write(entry, copy, put, source, padded, after)
+        ticket = self._submit_write(entry, copy, put, source, in_arena, after)
         if ticket is copy and not self.will_join() and self.arena.is_apart(source):
             ticket.await_end()  # its memory goes back when that is heard of
         return ticket

@@ -124,7 +124,8 @@ class Transfer(InFlight):
             after them. Copies know only `memory`, so that a worker which is slow to drop a copy
             does not hold a range of the arena.
     marks   points of compute that those copies must come after
-    padded  the bytes after `memory`, up to a multiple of the arena's ALIGNMENT, are free to use
+    in_arena  `memory` lies in the arena, so that the bytes after it, up to a multiple of its
+              ALIGNMENT, are free to use
     before  which bytes of the entry held a value when the transfer was submitted
 
     Three promises: `queued`, all copies are enqueued on the device; `memory_free`, `memory` is not
@@ -148,7 +149,7 @@ class Transfer(InFlight):
         owner: Tensor,
         marks: Sequence[Ticket],
         context: TransferContext,
-        padded: bool = False,
+        in_arena: bool = False,
     ) -> None:
         assert memory.dtype == torch.uint8, "transfers move bytes"
         assert memory.is_contiguous(), "transfers move bytes that lie in one piece"
@@ -160,7 +161,7 @@ class Transfer(InFlight):
         self._memory: Tensor | None = memory
         self._owner: Tensor | None = owner
         self.context = context
-        self.padded = padded
+        self.in_arena = in_arena
         self._event: object = None
         self._follows: list[Ticket] = []
         self._released: Promise | None = None
@@ -313,7 +314,7 @@ class Transfer(InFlight):
         if begin % granule or memory.data_ptr() % granule:
             return None
         nbytes = -(-(end - begin) // granule) * granule
-        padding = end == self.end and self.padded and granule <= ALIGNMENT
+        padding = end == self.end and self.in_arena and granule <= ALIGNMENT
         if nbytes > end - begin and not padding:
             return None
         return Buffer.at(memory, nbytes)
@@ -470,7 +471,8 @@ class Put(Transfer):
             )
 
     def _to_disk(self) -> None:
-        behind = writes_behind(self.end - self.begin, self.context.staging.nbytes)
+        nbytes = self.end - self.begin
+        behind = self.in_arena and writes_behind(nbytes, self.context.staging.nbytes)
         buffer = None if behind else self.direct_buffer(self.begin, self.end)
         # What is rounded up must lie in the padding of the extent, not on bytes of the entry.
         if buffer is None or self.begin + buffer.nbytes > max(self.end, self._padded_end()):

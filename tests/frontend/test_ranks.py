@@ -314,6 +314,14 @@ def test_zinf_plan_takes_a_number_of_ranks(zinf):
     assert "rank" not in zinf(*words, "h200-node", "--ranks", "1")[1]
     steps = (*words, "h200-node", "--ranks", "2", "--micro-batches", "3", "--json")
     assert zinf(*steps, "--no-sync")[1] != zinf(*steps)[1]
+    for ranks, micro_batches, says in (
+        ("1", "3", "means nothing with one rank"),
+        ("2", "1", "means nothing with one micro-batch"),
+    ):
+        given = "--ranks", ranks, "--micro-batches", micro_batches, "--no-sync"
+        code, _, err = zinf(*words, "h200-node", *given)
+        assert code == 2
+        assert says in err
     for machine, ranks, says in (
         ("h200-node", "12", "do not fill nodes of ranks_per_node=8"),
         ("desktop-24gb", "2", "add links.rank_to_rank"),

@@ -463,6 +463,26 @@ def after_backward() -> None:
 
 
 @contract
+def is_within_another_pass() -> None:
+    """The backward of a `torch.autograd.Function` may begin a pass, of which torch runs what it
+    does on the same thread."""
+    said: list[bool] = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: said.append(private.is_within_another_pass()))
+    leaf.sum().backward()
+    for reentrant in (False, True):
+        run = torch.utils.checkpoint.checkpoint(torch.sin, leaf * 1, use_reentrant=reentrant)
+        run.sum().backward()
+
+    def inner(x):
+        return x * leaf
+
+    torch.utils.checkpoint.checkpoint(inner, leaf * 1, use_reentrant=True).sum().backward()
+    assert said == [False, False, False, True, False]
+    assert not private.is_within_another_pass()
+
+
+@contract
 def current_pass() -> None:
     """A number of its own for each backward pass, the same all through it."""
     seen: list[int] = []

@@ -12,11 +12,13 @@ from rank_plans import ROOMY, SLOW, TIGHT, everything_late
 from sampled import sampled
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from zcompile.errors import ConfigInvalid, RanksDiffer, Unsupported
+from zcompile.errors import ConfigInvalid, RanksDiffer, TierFull, Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
+from zcompile.runtime.gradients.exchanged import MOST_CROSSING, ExchangedGradients
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 UNPLANNED = {**BUDGETS, "residency": False}
@@ -38,13 +40,61 @@ class Sometimes(nn.Module):
         return nn.functional.cross_entropy(y.flatten(0, 1), wanted.flatten())
 
 
+class Apart(nn.Module):
+    """A weight that two compiled graphs use, and eager code between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = words(blocks=0)
+        self.more = nn.Linear(96, 200)
+
+    def forward(self, ids, wanted):
+        x = self.words.table(ids)
+        x = self.apart(x + self.more(x) @ self.more.weight)
+        x = self.words.norm(x + self.more(x) @ self.more.weight)
+        return nn.functional.cross_entropy(self.words.head(x).flatten(0, 1), wanted.flatten())
+
+    @torch.compiler.disable
+    def apart(self, x):
+        return x + (x @ self.more.weight.t()) @ self.words.head.weight
+
+
+class Reentrant(nn.Module):
+    """Of which a block is a reentrant checkpoint, whose backward is a pass of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = words()
+
+    def forward(self, ids, wanted):
+        x = checkpoint(self.words.blocks[0], self.words.table(ids), use_reentrant=True)
+        x = self.words.head(self.words.norm(x))
+        return nn.functional.cross_entropy(x.flatten(0, 1), wanted.flatten())
+
+
+class Mostly(nn.Module):
+    """Many weights that are not used unless it is told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(96, 96)
+        self.more = nn.ModuleList(nn.Linear(96, 400, bias=False) for _ in range(6))
+
+    def forward(self, x, uses):
+        return self.head(x).sum() + sum(more(x).sum() for more in self.more if uses)
+
+
 def built(kind):
     torch.manual_seed(0)
+    if kind == "apart":
+        return Apart()
     if kind in ("unused", "broken"):
         return Sometimes() if kind == "unused" else Broken()
     if kind == "nothing gathered":  # every rank has all of what is so small
         return words(width=16, blocks=0)
     model = words(tied=kind == "tied", blocks=0 if kind == "bare" else 1)
+    if kind == "three blocks":
+        return words(blocks=3)
     if kind == "frozen":
         model.head.weight.requires_grad_(False)
     return model
@@ -125,6 +175,8 @@ def over_ranks(mesh, kind, clip=0.0, fields=None, steps=STEPS):
     train(kind, model, run, optimizer, mesh, no_sync, clip, range(steps))
     found = state_of(model, optimizer)
     assert not session_behind(model).gradients.unexchanged.params()
+    if fields is not None and "disk" in fields:
+        assert zcompile.stats(model)["peak"]["disk"] > 0
     zcompile.close(model)
     return found
 
@@ -147,12 +199,12 @@ def test_two_ranks_have_the_bits_of_distributed_data_parallel(pool, kind):
     assert pool.run(in_one_process, 1, kind, 2) == expected[:1], "and the order that is told"
 
 
-DISK = {"host_memory": "1MiB", "disk": ...}
+DISK = {"host_memory": "900KiB", "disk": ...}
 CASES = [
     ("plain", 2, 0.05, {}),
     ("plain", 3, 0.0, {"partition": "owner"}),
     ("plain", 2, 0.0, {"stage": 2, "residency": True}),
-    ("plain", 2, 0.0, DISK),
+    ("three blocks", 2, 0.0, DISK),
     ("plain", 2, 0.0, {"durable": True, "disk": ...}),
     ("plain", 1, 0.0, {}),
     ("eager", 2, 0.0, {}),
@@ -187,6 +239,87 @@ def test_weights_in_tiles_have_the_bits_of_one_process_with_the_same_tiles(pool)
     for kind in ("plain", "tied"):
         expected = pool.run(in_one_process, 1, kind, 2, 0.0, fields)
         assert pool.run(over_ranks, 2, kind, 0.0, fields) == expected * 2
+
+
+def test_compiled_graphs_and_eager_code_between_them_use_one_weight(pool):
+    expected = pool.run(in_one_process, 1, "apart", 2, 0.0, UNPLANNED)
+    assert pool.run(over_ranks, 2, "apart") == expected * 2
+
+
+TIMES = (1, 8, 1)
+"""As long is each micro-batch of a step that differs from those before."""
+
+
+def longer(mesh, ranks, fields=None):
+    """The state after steps of which the last has a micro-batch, not the first, that needs the room
+    where sums rest by a plan. Without fields: what one process makes, as `in_one_process`."""
+    torch._dynamo.reset()
+    model = built("three blocks")
+    if fields is not None:
+        zcompile.offload(model, mesh=mesh, **fields)
+    run = model if fields is None else torch.compile(model, backend="zinf")
+    optimizer, means = adamw(model.parameters()), Means(model, ranks)
+    for step in range(PLANNED):
+        for rank in range(ranks) if fields is None else [mesh.get_local_rank()]:
+            for micro, times in enumerate(TIMES):
+                waits = fields is not None and micro < MICRO - 1
+                ids, wanted = batch(step, rank + ranks * micro)
+                times = times if step == PLANNED - 1 else 1
+                with zcompile.no_sync(model) if waits else nullcontext():
+                    loss = run(ids.repeat(times, 1), wanted.repeat(times, 1)) / MICRO
+                    loss.backward()
+            if fields is None:
+                means.take()
+        if fields is None:
+            means.give()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = state_of(model, optimizer)
+    if fields is not None:
+        zcompile.close(model)
+    return found
+
+
+def test_sums_give_their_room_on_the_device_to_a_longer_micro_batch(pool):
+    expected = pool.run(longer, 1, 2)
+    fields = {**BUDGETS, "device_memory": "1500KiB", "stage": 3}
+    assert pool.run(longer, 2, 2, fields) == expected * 2
+
+
+def crossing_alone(mesh, fails):
+    """How many sums are on their way at most of those that the last backward brings nothing to; or
+    what has become of all, if the exchange of one fails."""
+    model = zcompile.offload(Mostly(), mesh=mesh, throttle={"rank_to_rank": "3MB/s"}, **UNPLANNED)
+    run = torch.compile(model, backend="zinf")
+    usual, made, most = ExchangedGradients._exchanged_now, [], [0]
+
+    def exchanged_now(self, param, *args, **options):
+        if fails and len(made) == 2:
+            raise KeyError("of the test's")
+        made.append(usual(self, param, *args, **options))
+        most[0] = max(most[0], sum(not x.ticket.done() for x in made))
+        return made[-1]
+
+    ExchangedGradients._exchanged_now = exchanged_now
+    try:
+        with zcompile.no_sync(model):
+            run(torch.ones(2, 96), True).backward()
+        with pytest.raises(KeyError, match="of the test's") if fails else nullcontext():
+            run(torch.ones(2, 96), False).backward()
+        left = [param for param in model.parameters() if param.grad.entry.unexchanged]
+        return len(made), most[0], len(left)
+    finally:
+        ExchangedGradients._exchanged_now = usual
+        zcompile.close(model)
+
+
+def test_sums_that_cross_by_themselves_are_few_at_a_time_and_stay_if_one_fails(pool):
+    weights = 6
+    for made, most, left in pool.run(crossing_alone, 2, False):
+        assert (made, left) == (weights, 0)
+        assert most <= MOST_CROSSING
+    for made, _, left in pool.run(crossing_alone, 2, True):
+        assert left == weights - made
 
 
 def scaled(mesh, is_wrapped):
@@ -351,6 +484,7 @@ def used_too_early(mesh):
     model = zcompile.offload(words(), mesh=mesh, **UNPLANNED)
     run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
     rank = mesh.get_local_rank()
+    other = zcompile.offload(nn.Linear(2, 2), mesh=mesh, **UNPLANNED)
     before = digest(model.parameters())
     with pytest.raises(KeyError, match="of the user's"):
         broken_off(model, run, rank)
@@ -372,9 +506,11 @@ def used_too_early(mesh):
     told = [refused(act) for act in uses]
     if rank == 0:  # before any other rank is asked
         told.append(refused(lambda: grads[1].norm()))
+        told.append(refused(lambda: torch._foreach_norm([other.weight, grads[1]])))
     assert digest(model.parameters()) == before
     optimizer.zero_grad()
     assert not session_behind(model).gradients.unexchanged.params(), "they were dropped"
+    zcompile.close(other)
     return told, trained_on(model, run, optimizer, rank)
 
 
@@ -425,6 +561,44 @@ def test_sums_begin_where_nothing_was_exchanged(pool, kind, sentence):
         assert sentence in told
 
 
+def within_another(mesh, uses_graphs):
+    """What the backward is told that is to exchange sums before all of them is there."""
+    torch._dynamo.reset()
+    model = zcompile.offload(Reentrant(), mesh=mesh, **UNPLANNED)
+    if uses_graphs:
+        model.words.blocks[0].compile(backend="zinf")
+    with zcompile.no_sync(model):
+        backward(model, model, mesh.get_local_rank())
+    told = refused(lambda: backward(model, model, mesh.get_local_rank()))
+    zcompile.close(model)
+    return told
+
+
+def test_a_pass_within_another_exchanges_no_sums(pool):
+    for uses_graphs in (True, False):
+        for told in pool.run(within_another, 2, uses_graphs):
+            assert "use checkpoint(use_reentrant=False)" in told
+
+
+def without_room(mesh):
+    """What the backward is told that finds no room for the sum of a rank."""
+    fields = {**UNPLANNED, "host_memory": "1000KiB"}
+    model = zcompile.offload(built("three blocks"), mesh=mesh, **fields)
+    run = torch.compile(model, backend="zinf")
+    backward(model, run, mesh.get_local_rank())
+    model.zero_grad()
+    with zcompile.no_sync(model), pytest.raises(TierFull) as caught:
+        backward(model, run, mesh.get_local_rank())
+    zcompile.close(model)
+    return str(caught.value)
+
+
+def test_who_has_no_room_for_sums_is_told_how_to_do_without(pool):
+    for told in pool.run(without_room, 2):
+        assert "exchange each micro-batch" in told
+        assert "sync_each_batch=True" in told
+
+
 def differing(mesh, kind):
     """What a rank is told where one is within the context and the other is not, or has dropped
     what it summed."""
@@ -458,9 +632,13 @@ def test_ranks_that_are_not_all_within_it_are_told(pool, kind):
 
 def test_one_process_has_nothing_to_exchange():
     model = zcompile.offload(words(), **UNPLANNED)
-    with zcompile.no_sync(model, nn.Linear(2, 2)):
+    with zcompile.no_sync(model):
         backward(model, model, 0)
     assert model.head.weight.grad.norm() > 0
+    with pytest.raises(ConfigInvalid, match="'Linear' has no parameter that is offloaded"):
+        zcompile.no_sync(model, nn.Linear(2, 2)).__enter__()
+    with pytest.raises(ConfigInvalid, match="is given no model"):
+        zcompile.no_sync().__enter__()
     zcompile.close(model)
     with pytest.raises(ConfigInvalid, match="is not a module; give it the model"):
         zcompile.no_sync(model.parameters()).__enter__()

@@ -304,6 +304,18 @@ def plan(args: argparse.Namespace) -> Answer:
         return _walked(args)
 
 
+def _check_no_sync(args: argparse.Namespace, ranks: int) -> None:
+    """raises  ConfigInvalid, if it is asked for where nothing would be exchanged fewer times"""
+    alone = "one rank, which exchanges no gradients" if ranks == 1 else None
+    once = "one micro-batch, whose gradients are exchanged once anyway"
+    if args.no_sync and (why := once if args.micro_batches == 1 else alone):
+        raise ConfigInvalid(
+            "no-sync",
+            True,
+            f"means nothing with {why}; leave it out, or give --ranks and --micro-batches",
+        )
+
+
 def _walked(args: argparse.Namespace) -> Answer:
     """The plan of a step that is walked in a dry run."""
     if args.model is None:
@@ -321,6 +333,7 @@ def _walked(args: argparse.Namespace) -> Answer:
     terms = plan.terms_of(config, args.machine)
     if args.ranks is not None:
         terms = terms.on(with_ranks(terms.machine, args.ranks))
+    _check_no_sync(args, terms.machine.ranks)
     if args.disk_bytes is not None:
         terms = terms.on(with_tier(terms.machine, "disk", read_size("disk-bytes", args.disk_bytes)))
     model = find_model(args.model)

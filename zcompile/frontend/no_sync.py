@@ -8,6 +8,7 @@ from torch import nn
 from zcompile.errors import ConfigInvalid
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 
 @contextmanager
@@ -29,21 +30,36 @@ def no_sync(*models: nn.Module) -> Iterator[None]:
     Numbers are those of DistributedDataParallel with its `no_sync`: a rank's micro-batches are
     summed first, then ranks. Where one process trains alone the context does nothing.
 
-    models  compiled or not
-    raises  ConfigInvalid, for what is no module
+    It acts on all that was offloaded together: for a part of a model, on the whole of it.
+
+    models  compiled or not, at least one
+    raises  ConfigInvalid, for what is no module, or has no parameter that is offloaded
     """
+    if not models:
+        raise ConfigInvalid("no_sync", None, "is given no model; name each whose gradients wait")
     sessions: dict[int, Session] = {}
     for model in models:
         if not isinstance(model, nn.Module):
             raise ConfigInvalid("no_sync", model, "is not a module; give it the model")
-        tiered = (param for param in model.parameters() if isinstance(param, TieredTensor))
+        tiered = [param for param in model.parameters() if isinstance(param, TieredTensor)]
+        if not tiered:
+            raise ConfigInvalid(
+                "no_sync",
+                type(model).__name__,
+                "has no parameter that is offloaded, so its gradients would be exchanged; give the "
+                "model that zcompile.offload was given, or call its own no_sync",
+            )
         for session in (session_of(param.entry) for param in tiered):
             if session.fabric is not None:
                 sessions[session.key] = session
-    for session in sessions.values():
-        session.gradients.enter_no_sync()
+    entered: list[Session] = []
     try:
+        with deferred_interrupts():
+            for session in sessions.values():
+                session.gradients.enter_no_sync()
+                entered.append(session)
         yield
     finally:
-        for session in sessions.values():
-            session.gradients.leave_no_sync()
+        with deferred_interrupts():
+            for session in entered:
+                session.gradients.leave_no_sync()

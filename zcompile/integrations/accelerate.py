@@ -8,7 +8,7 @@ With one process it is accelerate's own.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import accelerate
@@ -42,7 +42,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate i
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """As accelerate's, which `accumulate` enters for all micro-batches but the last: ranks
         exchange gradients once for all of them."""
-        with super().no_sync(model), no_sync(model):
+        shared = no_sync(model) if fabric_behind(model) is not None else nullcontext()
+        with super().no_sync(model), shared:
             yield
 
     def save_state(

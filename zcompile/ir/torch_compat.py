@@ -553,6 +553,24 @@ def set_by(cls: type[Tensor], put: Callable[[Any, Tensor], None]) -> None:
     torchs._maybe_set = maybe_set
 
 
+_RUNS_PASS = torch.autograd.graph._engine_run_backward.__code__
+_CALLS_FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
+"""By which autograd calls the backward of a `torch.autograd.Function`."""
+
+
+def is_within_another_pass() -> bool:
+    """Whether the backward pass that runs on this thread was begun by a node of another, as the
+    recomputation of a reentrant checkpoint does; its end is not the end of that."""
+    is_begun = False
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_begun and frame.f_code in (_RUNS_PASS, _CALLS_FUNCTION):
+            return True
+        is_begun = is_begun or frame.f_code is _RUNS_PASS
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
 @untraced
 def _called(callback: Callable[[], None]) -> None:
     """What is called when a pass has ended, which it may have within compiled code."""

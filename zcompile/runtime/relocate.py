@@ -12,7 +12,7 @@ from zcompile.ir.units import show_size
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
-from zcompile.runtime.store.store import Entry, as_they_rest
+from zcompile.runtime.store.store import Entry, as_they_rest, used_by_runtime
 from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.transfer.interrupts import cleanup, deferred_interrupts
 
@@ -144,7 +144,7 @@ def move(session: Session, entry: Entry, home: str) -> bool:
 def _move(session: Session, entry: Entry, home: str) -> bool:
     place = entry.place
     held = [(low, high) for low, high, held in place.written.pieces(0, entry.nbytes) if held]
-    with deferred_interrupts():
+    with deferred_interrupts(), used_by_runtime(entry):
         value = session.read_here(entry) if held else None
         version, old_extent = entry.version, place.extent
         old = session.homes.move(place, entry.ref, entry.born, home)

@@ -89,8 +89,6 @@ def check_exchanged(cls: type, leaves: Sequence[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, cls):
             tiered: Any = leaf
-            if not session_of(tiered.entry).gradients.unexchanged:
-                return
             if tiered.entry.unexchanged:
                 raise unexchanged_error(tiered.entry.name)
 

@@ -24,6 +24,7 @@ a whole one does: so it has the bits of one process with the same tiles. A rank 
 tile, or nothing.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +40,7 @@ from zcompile.ir.torch_compat import (
     after_backward,
     current_pass,
     hooks_of,
+    is_within_another_pass,
     materialised,
 )
 from zcompile.ir.types import EntryKind, Layout
@@ -51,10 +53,14 @@ from zcompile.runtime.gradients.leaves import (
     run_hooks,
 )
 from zcompile.runtime.gradients.unexchanged import UnexchangedSums
-from zcompile.runtime.ranks.fabric import Exchanged
+from zcompile.runtime.ranks.fabric import Exchanged, told_to_ranks
 from zcompile.runtime.ranks.transport import host_rows
-from zcompile.runtime.store.store import Entry, Store, adding_to
-from zcompile.runtime.transfer.ticket import Ticket
+from zcompile.runtime.store.store import Entry, Store, used_by_runtime
+from zcompile.runtime.transfer.interrupts import deferred_interrupts
+from zcompile.runtime.transfer.ticket import Promise, Ticket
+
+MOST_CROSSING = 2
+"""Sums that cross by themselves at a time."""
 
 Wrap = Callable[[Entry, Layout], Tensor]
 
@@ -241,18 +247,18 @@ class ExchangedGradients:
         streams = self._store.device.streams
         if streams is not None and not streams.is_on_host(flat):
             flat = self._copied_to_host(flat)
-        total, read = self._taken(param)
+        total, read = self._read_sum(param)
         mark = self._store.device.mark()
-        return total, [self._fabric.add_here(total, flat, (read, mark, *after))]
+        added = self._fabric.add_here(total, flat, (read, mark, *after))
+        param.grad = None
+        return total, [added]
 
-    def _taken(self, param: Any) -> tuple[Tensor, Ticket]:
-        """The sum of this rank, [numel] on the host once the ticket is complete; it is the
-        parameter's gradient no more."""
-        grad, param.grad = param.grad, None
-        entry: Entry = grad.entry
-        with adding_to(entry):
+    def _read_sum(self, param: Any) -> tuple[Tensor, Ticket]:
+        """The sum of this rank, [numel] on the host once the ticket is complete."""
+        entry: Entry = param.grad.entry
+        with used_by_runtime(entry):
             row, ticket = self._store.read_to_host(entry)
-        return row.view(grad.dtype), ticket
+        return row.view(param.grad.dtype), ticket
 
     def take(self, leaf: Leaf, dtype: torch.dtype, exchanged: Exchanged) -> None:
         """Receive one contribution.
@@ -423,23 +429,45 @@ class ExchangedGradients:
     # --- What ranks have summed by themselves ---
 
     def _exchange_the_rest_at_the_end(self) -> None:
-        """This pass exchanges gradients: at its end the ranks exchange all sums that are left."""
+        """This pass exchanges gradients: at its end the ranks exchange all sums that are left.
+
+        raises  Unsupported, if it ends before all is there that is to be exchanged
+        """
         if self._unexchanged and self._exchanging != (number := current_pass()):
+            if is_within_another_pass():
+                raise Unsupported(
+                    "a backward pass runs within another, as those of checkpoint(use_reentrant="
+                    "True) do, and is to exchange what micro-batches have summed within "
+                    "zcompile.no_sync: more of it comes when this pass has ended",
+                    "use checkpoint(use_reentrant=False), or exchange each micro-batch",
+                )
             self._exchanging = number
             after_backward(partial(self._exchange_the_rest, number))
 
     def _exchange_the_rest(self, number: int) -> None:
-        """Exchange the sums to which a pass that has ended brought nothing, one by one."""
-        self.flush_pass(number)
-        for param in self._unexchanged.params():
-            grad: Any = param.grad
-            self._make_or_add(_PassParts(param, grad.dtype, self._exchanged_sum(param)))
-            self.land()
+        """Exchange the sums to which a pass that has ended brought nothing, one by one: one is read
+        while the one before it crosses, so that memory of the host holds two."""
+        crossing: deque[Promise] = deque()
+        # An interrupt waits until all have crossed, since the others wait for what comes after.
+        with deferred_interrupts(), told_to_ranks(self._store.fabric):
+            self.flush_pass(number)
+            for param in self._unexchanged.params():
+                if len(crossing) == MOST_CROSSING:
+                    crossing.popleft().wait()
+                grad: Any = param.grad
+                exchanged = self._exchanged_sum(param)
+                crossing.append(exchanged.ticket)
+                self._make_or_add(_PassParts(param, grad.dtype, exchanged))
+                self.land()
 
     def _exchanged_sum(self, param: Any) -> Exchanged:
-        """Let the ranks exchange what they have summed of a gradient."""
-        total, read = self._taken(param)
-        return self._exchanged_now(param, total, (read,), "what micro-batches have summed")
+        """Let the ranks exchange what they have summed of a gradient, which is the parameter's
+        gradient no more."""
+        total, read = self._read_sum(param)
+        what = "what micro-batches have summed"
+        exchanged = self._exchanged_now(param, total, (read,), what)
+        param.grad = None
+        return exchanged
 
     # --- Sums of a pass ---
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zcompile.errors import Unsupported
+from zcompile.errors import TierFull, Unsupported
 from zcompile.ir.handles import Leaf, leaf_of
 from zcompile.ir.schedule import Cast
 from zcompile.ir.ties import Dead, Tie, tie_to
@@ -53,7 +53,7 @@ from zcompile.runtime.gradients.on_device import DeviceGradients
 from zcompile.runtime.gradients.shared import SharedGradients
 from zcompile.runtime.gradients.unexchanged import UnexchangedSums
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.store.store import Entry, Store, adding_to
+from zcompile.runtime.store.store import Entry, Store, used_by_runtime
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Ticket
 
@@ -372,17 +372,21 @@ class Gradients:
         return True
 
     def _add_in_place(self, held: Any, more: Any) -> None:
-        """Add `more` to `held`, which is tiered, outside of autograd."""
+        """Add `more` to `held`, outside of autograd; one of them is tiered, or both."""
         if not self._sums_alone:
             with torch.no_grad():
                 held.add_(more)
             return
         # By no op, on which all ranks would have to agree.
         if isinstance(getattr(more, "entry", None), Entry):
-            flat = self._store.read_all(more.entry).view(held.dtype)
-        else:
-            flat = flattened(in_layout_of(held, more.detach()))
-        with adding_to(held.entry):
+            more = more.entry_layout.view(self._store.read_all(more.entry)).to(held.device)
+        if not isinstance(getattr(held, "entry", None), Entry):
+            # Made by autograd in this pass, of uses outside of compiled graphs.
+            with torch.no_grad():
+                held.add_(more)
+            return
+        flat = flattened(in_layout_of(held, more.detach()))
+        with used_by_runtime(held.entry):
             self._store.add(held.entry, flat, after=[self._store.device.mark()])
 
     def _start_tiles(
@@ -561,7 +565,7 @@ class Gradients:
                 held.add_(grad)
         elif held.dtype == grad.dtype and held.stride() == grad.stride():
             begin = int(held.storage_offset()) * grad.element_size()  # a user may give part of one
-            with adding_to(entry):
+            with used_by_runtime(entry):
                 entry.store.add(entry, flattened(grad), begin=begin, after=after)
         else:
             name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
@@ -582,9 +586,22 @@ class Gradients:
             self._add_after_call(param.grad, total)
 
     def _blank(self, name: str, param: Tensor, nbytes: int) -> Entry:
-        """A new blank entry for the gradient of `param`."""
+        """A new blank entry for the gradient of `param`.
+
+        raises  TierFull
+        """
         of = param.entry.key  # type: ignore[attr-defined]  # a tiered tensor's
-        return self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=of)
+        try:
+            return self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=of)
+        except TierFull as error:
+            if not self._sums_alone:
+                raise
+            more = (
+                "; or exchange each micro-batch, whose gradients are shares, instead of within "
+                "zcompile.no_sync (accelerate and transformers: sync_each_batch=True, lightning: "
+                "accumulate_grad_batches=1)"
+            )
+            raise TierFull(f"{name}.grad", nbytes, error.tiers, more, error.whole) from None
 
     def _store_gradient(
         self, name: str, param: Tensor, grad: Tensor, after: Sequence[Ticket]

@@ -22,7 +22,7 @@ from zcompile.ir.torch_compat import (
 )
 from zcompile.ir.types import Layout, row_major
 from zcompile.runtime.norms import Norms
-from zcompile.runtime.store.store import Entry, Store, adding_to
+from zcompile.runtime.store.store import Entry, Store, used_by_runtime
 from zcompile.runtime.transfer.ticket import Ticket
 
 # --- Who takes a gradient ---
@@ -213,7 +213,7 @@ def store_tile(
     flat, entry = tile.reshape(-1), contribution.entry
     begin = offset * flat.element_size()
     if contribution.adds:
-        with adding_to(entry):
+        with used_by_runtime(entry):
             store.add(entry, flat, begin=begin, after=after)
     else:
         store.put(entry, flat.view(torch.uint8), begin=begin, after=after)

@@ -216,7 +216,7 @@ class Entry:
     crosses_wide  of a parameter: its last gradient, made in a narrower dtype, crossed between ranks
              in its own, since a hook of some rank sees it
     unexchanged  of a gradient: it is what this rank has summed within `no_sync`, and nobody may use
-             its bytes before the ranks have exchanged them, but who adds to it (`adding_to`)
+             its bytes before the ranks have exchanged them, but the runtime (`used_by_runtime`)
     """
 
     kind: EntryKind = _told("kind")
@@ -419,8 +419,9 @@ def unexchanged_error(name: str) -> Unsupported:
 
 
 @contextmanager
-def adding_to(entry: Entry) -> Iterator[None]:
-    """Within, the bytes of a sum that the ranks have not exchanged may be used."""
+def used_by_runtime(entry: Entry) -> Iterator[None]:
+    """Within, the bytes of a sum that the ranks have not exchanged may be used: to add to it, to
+    exchange it, or to move it to another tier."""
     unexchanged, entry.unexchanged = entry.unexchanged, False
     try:
         yield

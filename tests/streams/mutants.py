@@ -69,8 +69,8 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             ),
             Edit(
                 Foresight,
-                "begin",
-                "self._followers.get(place) or self._followers.get((call.identity, LATEST))",
+                "_follower",
+                "self._followers.get(place) or self._followers.get((place[0], LATEST))",
                 "None",
             ),
         ),

@@ -228,6 +228,7 @@ class Entry:
     sources: tuple[Source, ...] = _told("sources")
     narrow: Cast | None = _told("narrow")
     crosses_wide: bool = _told("crosses_wide")
+    unexchanged: bool = _told("unexchanged")
 
     def __init__(
         self,
@@ -258,7 +259,7 @@ class Entry:
         self.tiles: dict[int, tuple[int, dict[Any, Any]]] = {}
         self._narrow: Cast | None = None
         self._crosses_wide = False
-        self.unexchanged = False
+        self._unexchanged = False
         self.tie: Tie | None = None
         """Tells that the storage of the handle has died."""
 

@@ -124,6 +124,14 @@ def clip_as_ranks_do(params, most):
         grad.mul_(factor)
 
 
+def taken_from(model, optimizer, fields):
+    """What was trained; the model is closed, if it was offloaded with `fields`."""
+    found = state_of(model, optimizer)
+    if fields is not None:
+        zcompile.close(model)
+    return found
+
+
 def in_one_process(mesh, kind, ranks, clip=0.0, fields=None, steps=STEPS):
     """What one process makes that adds up the micro-batches of each rank, and then, each times
     1/ranks, what ranks have made. With `fields` it is a model that is offloaded, and compiled."""
@@ -146,10 +154,7 @@ def in_one_process(mesh, kind, ranks, clip=0.0, fields=None, steps=STEPS):
             clip_as_ranks_do(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-    found = state_of(model, optimizer)
-    if fields is not None:
-        zcompile.close(model)
-    return found
+    return taken_from(model, optimizer, fields)
 
 
 def train(kind, model, run, optimizer, mesh, no_sync, clip=0.0, steps=range(STEPS)):
@@ -274,10 +279,7 @@ def longer(mesh, ranks, fields=None):
             means.give()
         optimizer.step()
         optimizer.zero_grad()
-    found = state_of(model, optimizer)
-    if fields is not None:
-        zcompile.close(model)
-    return found
+    return taken_from(model, optimizer, fields)
 
 
 def test_sums_give_their_room_on_the_device_to_a_longer_micro_batch(pool):

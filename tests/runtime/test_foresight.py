@@ -59,8 +59,9 @@ def test_what_is_still_written_is_not_brought_before():
     assert list(handover(one_use(LOW), then, {fetch.ticket: 2}).starts) == [2]
 
 
-def test_only_what_opens_the_next_call_is_handed_over():
-    then = schedule(
+def low_then_high():
+    """A call of which one fetch opens it, and the other starts behind the first region."""
+    return schedule(
         fetch(LOW, 0),
         wait(LOW, 0, 1),
         run(1, out=(2,)),
@@ -70,7 +71,10 @@ def test_only_what_opens_the_next_call_is_handed_over():
         free(LOW, 1),
         free(HIGH, 3),
     )
-    (fetches,) = handover(one_use(LOW), then).starts.values()
+
+
+def test_only_what_opens_the_next_call_is_handed_over():
+    (fetches,) = handover(one_use(LOW), low_then_high()).starts.values()
     assert [f.slot for f in fetches] == [LOW]
 
 
@@ -118,16 +122,7 @@ def test_only_steps_that_change_where_it_rests_what_is_not_brought_are_passed_by
 
 
 def test_what_is_written_behind_the_opening_fetches_is_passed_by():
-    later = schedule(
-        fetch(LOW, 0),
-        wait(LOW, 0, 1),
-        run(1, out=(2,)),
-        fetch(HIGH, 1),
-        wait(HIGH, 1, 3),
-        run(3, out=(4,)),
-        free(LOW, 1),
-        free(HIGH, 3),
-    )
+    later = low_then_high()
     first, second = later.fetches()
     assert not passes_by(changes(), later, {first.ticket: 1})
     assert passes_by(changes(), later, {second.ticket: 1})

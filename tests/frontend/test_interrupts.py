@@ -181,7 +181,8 @@ def test_an_interrupt_in_a_compiled_step_loses_nothing(model, compiled, most):
     session = session_behind(model)
 
     def let_go():
-        session.settle()  # as the next forward does: what a step noted waits for its end, or for that
+        # As the next forward does: what a step has noted waits for its end, or for that.
+        session.settle()
         model.zero_grad()
         session.executor.foresight.abandon()
         session.executor.wait_for_in_flight()

@@ -164,7 +164,7 @@ def used_after_close(mesh):
     for name, use in USES.items():
         try:
             told[name] = use(model, run, optimizer, rank)
-        except Exception as error:  # noqa: BLE001  # of whatever class is to be seen
+        except Exception as error:  # noqa: BLE001  # on purpose: any but ours is shown as such
             told[name] = "gone: its store was closed" in str(error)
     if rank == 0:
         fabric.failed_here(ZinfError("a transfer that was dropped"))

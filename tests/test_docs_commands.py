@@ -31,6 +31,7 @@ NOT_RUN = {
     "pip install": "changes the environment: what it names is looked up",
     "make": "installs, or takes minutes: its target is looked up",
     "python -m benchmarks.step_plan": "takes minutes: its arguments are parsed",
+    "python -m benchmarks.plan_parts": "takes minutes: its arguments are parsed",
     "python -m benchmarks.estimates": "takes minutes: its arguments are parsed",
     "python -m benchmarks.packing": "takes minutes: its arguments are parsed",
     "python -m benchmarks.host_time": "takes minutes: its arguments are parsed",

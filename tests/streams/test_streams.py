@@ -14,14 +14,18 @@ from streams.modes import MODES, WARM, Training, plainly, training
 from streams.mutants import EQUIVALENT, MUTANTS, Edit
 
 from zcompile.ir.schedule import Left, Wait
+from zcompile.runtime import profile
 from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.executor import _Call
-from zcompile.runtime.profile import EVERY
 from zcompile.runtime.transfer.one_copy import OneCopy
 
 FIRST = 3
 """Mutants of each mode that every change is tested with."""
 
+
+EVERY = 4
+"""Of the walks of a schedule the first and one in so many are timed here, so that few steps have
+some of both kinds."""
 
 ELSEWHERE = {"micro-batches", "all on the device"}
 """Modes of which "disk" has the order, with batches; or in which nothing moves."""
@@ -65,6 +69,8 @@ def test_a_walk_that_is_not_timed_records_two_events_for_a_stopwatch(run, monkey
         joins = any(isinstance(x, Wait | Left) for x in call.schedule.instructions)
         walks.append((call.walk.timed, joins, len(stamps) - before))
 
+    monkeypatch.setattr(profile, "FIRST", 1)
+    monkeypatch.setattr(profile, "EVERY", EVERY)
     monkeypatch.setattr(_Call, "run", noting)
     monkeypatch.setattr(CudaDevice, "stamp", lambda device: stamps.append(1) or stamp(device))
     run.steps(EVERY)
@@ -98,6 +104,8 @@ def test_a_walk_that_is_not_timed_is_divided_as_the_last_timed_one_of_its_schedu
 
     # Every span is of one second.
     monkeypatch.setattr(meter, "span", lambda what, _, __, of: span(what, Second(0), Second(1), of))
+    monkeypatch.setattr(profile, "FIRST", 1)
+    monkeypatch.setattr(profile, "EVERY", EVERY)
     monkeypatch.setattr(_Call, "run", noting)
     run.steps(EVERY + 1)
     run.begin_anew()

@@ -300,5 +300,6 @@ def test_a_budget_that_cannot_work_says_which_would(activations, phase):
 
     refused = refused_after_trials(run, 64 * KiB)
     assert "device_memory=" in str(refused)
-    assert refused.where.startswith(f"{phase} pass of 'inner.h.")
+    where = refused.where.removeprefix("without slices, ")
+    assert where.startswith(f"{phase} pass of 'inner.h.")
     assert 64 * KiB < run(refused.needed_bytes) <= refused.needed_bytes

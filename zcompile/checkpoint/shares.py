@@ -372,8 +372,6 @@ class _Divided:
 
     def __init__(self, plan: Plan, own: Own, fabric: Fabric) -> None:
         self._fabric = fabric
-        first = fabric.mesh.group_of(0)
-        """Who writes what ranks share: all groups hold the same."""
         self.of_files: dict[str, list[Part]] = {}
         self._stretches: dict[str, list[Stretch]] = {}
         self._held: dict[str, list[Part]] = {}
@@ -390,10 +388,11 @@ class _Divided:
                 rows.append(row)
                 source, (begin, end) = share_of(tensor), row.of_rank(part.rank, part.ranks)
                 assert source is not None, "it is one on rank 0"
-                if begin < end and fabric.rank in first:
+                if begin < end:
                     held.append(Part(begin, end, place.state, source))
             if file in shards:
                 held += _others(shards[file])
+            # All groups hold the same, of which the ranks of the first one write.
             self._stretches[file] = stretches_of(nbytes, rows, fabric.mesh.shards)
             self._held[file] = sorted(held, key=_begin)
         self._sends = self._read_for_others()

@@ -81,8 +81,9 @@ class Config:
     max_lead        regions a gather may start ahead of its first reader; 0 turns prefetch off
     tile_bytes      a weight with more bytes is gathered, used and given back in tiles, of which two
                     take no more than this; None: only what does not fit `device_memory` is tiled
-    mesh            the ranks that train one model together, a `DeviceMesh` of one dimension; None:
-                    all ranks of torch.distributed; False: each rank trains a model of its own
+    mesh            the ranks that train one model together, a `DeviceMesh` of one dimension, or of
+                    two: groups, each of which holds all of the model, and the ranks of a group;
+                    None: all ranks of torch.distributed; False: each rank trains a model of its own
     ranks_per_node  how many ranks, one behind the other, count as a node, so that one machine may
                     stand in for several; None: those that run on one machine
     rank_timeout    longest that ranks wait for one that does not come: seconds, or "60s", "5min"

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from pairs import ON_DISK, mlp
 from sampled import sampled
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
 from zcompile.errors import ConfigInvalid, ModelWrapped, Unsupported
@@ -226,9 +228,10 @@ def test_zinf_plan_says_that_it_is_of_one_rank(sweep, zinf):
 
 
 def planned(ranks, stage="auto", **fields):
-    """The plan of one of so many ranks, of a model with two large weights and small ones."""
+    """The plan of one of so many ranks, or of those of a machine, of a model with two large weights
+    and small ones."""
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256)).to("meta")
-    machine = with_ranks(find("h200-node"), ranks)
+    machine = with_ranks(find("h200-node"), ranks) if isinstance(ranks, int) else ranks
     inputs = torch.empty(4, 256, device="meta")
     return zcompile.plan(model, inputs, machine=machine, stage=stage, **fields)
 
@@ -246,6 +249,40 @@ def test_a_plan_of_more_ranks_holds_less_and_gathers_more():
         assert crosses == (gathered + exchanged) * (ranks - 1) // ranks + small * (ranks - 1)
         # Equal with one rank, where all stays on the device: the same seconds, in two orders.
         assert report.bound_seconds <= report.step_seconds * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 8])
+def test_a_plan_of_groups_gathers_within_one_and_sums_over_all(replicas):
+    weights, small, ranks = 2 * 256 * 512 * 4, (256 + 512) * 4, 8
+    shards, others = ranks // replicas, replicas - 1
+    report = planned(with_ranks(find("h200-node"), ranks, replicas), 3)
+    rests = sum(row.weights + row.gradients + row.states for row in report.tiers)
+    assert rests == 4 * (weights // shards + small)
+    crosses = {row.link: row.nbytes for row in report.links}["rank_to_rank"]
+    gathered, exchanged = weights + weights // 2, weights
+    within = (gathered + exchanged) * (shards - 1) // shards
+    assert crosses == within + weights // shards * others + small * (ranks - 1)
+    assert report.to_dict()["replicas"] == replicas
+    assert ("groups of" in str(report)) == (replicas > 1)
+    assert report.bound_seconds <= report.step_seconds * (1 + 1e-12)
+
+
+def test_a_plan_of_groups_that_are_nodes_leaves_them_for_sums_alone():
+    weights, small = 2 * 256 * 512 * 4, (256 + 512) * 4
+    machine = find("dgx2-v100-4nodes")
+    report = planned(replace(machine, replicas=4), 3)
+    crosses = {row.link: row.nbytes for row in report.links}
+    assert crosses["rank_to_rank"] == (2 * weights + weights // 2) * 15 // 16
+    assert crosses["node_to_node"] == weights // 16 * 3 + small * 63
+    flat = {row.link: row.nbytes for row in planned(machine, 3).links}
+    assert flat["node_to_node"] == (2 * weights + weights // 2) * 63 // 64 + small * 63
+
+
+def test_a_plan_of_a_mesh_is_of_as_many_ranks_as_the_machine():
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], _init_backend=False, _rank=0)
+    assert planned(4, 3, mesh=mesh).replicas == 2
+    with pytest.raises(ConfigInvalid, match="has 4 ranks, and the machine 8"):
+        planned(8, 3, mesh=mesh)
 
 
 def test_a_plan_of_micro_batches_within_no_sync_exchanges_once():
@@ -312,6 +349,7 @@ def test_zinf_plan_takes_a_number_of_ranks(zinf):
     assert code == 0
     assert "one of 2 ranks" in out
     assert "rank" not in zinf(*words, "h200-node", "--ranks", "1")[1]
+    assert "each of 2 groups of 4 holds all" in zinf(*words, "h200-node", "--ranks", "2x4")[1]
     steps = (*words, "h200-node", "--ranks", "2", "--micro-batches", "3", "--json")
     assert zinf(*steps, "--no-sync")[1] != zinf(*steps)[1]
     for ranks, micro_batches, says in (
@@ -326,6 +364,7 @@ def test_zinf_plan_takes_a_number_of_ranks(zinf):
         ("h200-node", "12", "do not fill nodes of ranks_per_node=8"),
         ("desktop-24gb", "2", "add links.rank_to_rank"),
         ("h200-node", "0", "is no number of ranks"),
+        ("h200-node", "2x2x2", "is no number of ranks; give one, as 8, or groups x ranks of each"),
     ):
         code, _, err = zinf(*words, machine, "--ranks", ranks)
         assert code

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from border import Border, Call, offloaded
+from rank_groups import mesh_of
 from rank_models import adamw, state_of, train, words
 from rank_plans import everything_late
 from rank_pool import forked, free_port
@@ -118,6 +119,7 @@ def trained(
     resumes: bool = True,
     nodes: Sequence[str] = (),
     late_on: Sequence[int] = (),
+    replicas: int = 1,
     **fields: Any,
 ) -> dict[str, Any]:
     """Go on from what is in `disk`: the step that was found, digests there and at the end.
@@ -125,6 +127,7 @@ def trained(
     nodes  the machine that each rank takes itself to be on; each has a directory of its own, below
            `disk`, and sees no other
     late_on  ranks all of whose updates are late that may be, once a step is planned
+    replicas  groups of ranks that hold all of the model each
     """
     if nodes:
         socket.gethostname = lambda: nodes[rank]
@@ -132,6 +135,8 @@ def trained(
         Path(disk).mkdir(exist_ok=True)
     faulty = Faulty(fault)
     given = {**FIELDS, "disk": disk, "host_memory": host_memory, **fields}
+    if replicas > 1:
+        given["mesh"] = mesh_of(replicas, ranks // replicas)
     found: dict[str, Any] = {"found": 0}
     model = None
     try:

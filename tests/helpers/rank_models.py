@@ -148,6 +148,17 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, st
     return found
 
 
+def whole_state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """As `state_of`, of parameters and states that FSDP2 has cut."""
+    params = [param.full_tensor() for param in model.parameters()]
+    states = [
+        {key: getattr(value, "full_tensor", value.clone)() for key, value in held.items()}
+        for held in (optimizer.state[param] for param in model.parameters())
+    ]
+    found = {"weights": digest(params)}
+    return found | {key: digest(held[key] for held in states) for key in sorted(states[0])}
+
+
 def trained_eagerly(
     optimizer: str = "adamw", clip: float = 0.0, steps: int = STEPS, **kinds: Any
 ) -> dict[str, str]:

@@ -80,7 +80,8 @@ def test_a_machine_does_not_follow_the_mapping_it_was_made_from():
 
 
 def test_a_machine_can_be_copied_and_sent_to_another_process():
-    machine = small(ranks=2, ranks_per_node=2, links={"rank_to_rank": Link("rank_to_rank", 1e9)})
+    links = {"rank_to_rank": Link("rank_to_rank", 1e9)}
+    machine = small(ranks=4, ranks_per_node=4, replicas=2, links=links)
     assert pickle.loads(pickle.dumps(machine)) == machine
     assert copy.deepcopy(machine) == machine
 
@@ -113,6 +114,10 @@ def test_a_machine_can_be_copied_and_sent_to_another_process():
         (lambda: small(ranks=0), "ranks=0 is no number of ranks"),
         (lambda: small(ranks=6, ranks_per_node=4), "ranks=6 do not fill nodes of ranks_per_node=4"),
         (lambda: small(ranks=4, ranks_per_node=4), "no way between them; add links.rank_to_rank"),
+        (
+            lambda: small(ranks=4, ranks_per_node=4, replicas=3),
+            "ranks=4 are not replicas=3 groups of as many",
+        ),
         (lambda: small(ranks=4), "no way between them; add links.node_to_node"),
     ],
 )
@@ -246,6 +251,7 @@ def machines(draw: st.DrawFn) -> Machine:
         per_node * nodes,
         per_node,
         draw(st.just("") | texts),
+        replicas=draw(st.sampled_from((1, per_node, nodes))),
     )
 
 

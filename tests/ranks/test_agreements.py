@@ -10,6 +10,7 @@ import zcompile
 from zcompile.errors import CallChanged, RankFailed, RanksDiffer, ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.partition import Partition
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.schedule import Agree, Ticket
 from zcompile.runtime.executor import _Call
 from zcompile.runtime.ranks.calls import CallDigests
@@ -53,9 +54,12 @@ def call_agreeing(ahead):
     begun = []
     call = SimpleNamespace(
         _fabric=SimpleNamespace(
-            begin_agreement=lambda *x: begun.append(x) or SimpleNamespace(ticket="promise")
+            begin_agreement=lambda *x: begun.append(x) or SimpleNamespace(ticket="promise"),
+            mesh=RankMesh(2),
         ),
-        schedule=SimpleNamespace(name="graph0", collectives=(), narrow_gradients={}),
+        schedule=SimpleNamespace(
+            name="graph0", collectives=(), narrow_gradients={}, exchanged_shares={}
+        ),
         digest_of_call=lambda schedule, entries: b"this call",
         gradients=SimpleNamespace(exchanged=None),
         entries=(),

@@ -22,7 +22,7 @@ from zcompile.errors import RankFailed, RanksDiffer, ZinfError
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import Fabric
-from zcompile.runtime.ranks.link import RankLink
+from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
@@ -327,9 +327,9 @@ def held(mesh):
     them is killed meanwhile."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     fabric = Fabric(list(range(ranks)), mesh.get_group(), 60.0)
-    fabric.over(RankLink("rank_to_rank", 1.0), ranks)
+    fabric.over(LinksOfMesh.all_one(RankLink("rank_to_rank", 1.0)), ranks)
     promise = fabric.gather(torch.zeros(3600 * ranks, dtype=torch.uint8), "w", [])
-    while not fabric.link.holding():
+    while not fabric.links.of_all.holding():
         time.sleep(0.01)
     with suppress(RankFailed):  # of one that is killed before all know that it has agreed
         fabric.agree("be killed")

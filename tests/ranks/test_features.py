@@ -17,6 +17,7 @@ from rank_models import (
     state_of,
     train,
     trained_eagerly,
+    whole_state_of,
     words,
 )
 from sampled import sampled
@@ -301,17 +302,6 @@ def test_two_ranks_end_with_the_bits_of(pool, peer):
     """One micro-batch of each rank: two of them are summed in the only order that there is."""
     theirs = pool.run(one_batch_each, 2, peer)
     assert pool.run(one_batch_each, 2, "") == theirs
-
-
-def whole_state_of(model, optimizer):
-    """As `state_of`, of parameters and states that FSDP2 has cut."""
-    params = [param.full_tensor() for param in model.parameters()]
-    states = [
-        {key: getattr(value, "full_tensor", value.clone)() for key, value in held.items()}
-        for held in (optimizer.state[param] for param in model.parameters())
-    ]
-    found = {"weights": digest(params)}
-    return found | {key: digest(held[key] for held in states) for key in sorted(states[0])}
 
 
 def one_batch_each(mesh, peer):

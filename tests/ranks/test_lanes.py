@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.runtime.ranks.fabric import MOST_BEGUN, Exchanged, Fabric, _Lane, _Posts
-from zcompile.runtime.ranks.link import RankLink
+from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 from zcompile.runtime.ranks.transport import HostMessages
 from zcompile.runtime.transfer.ticket import Promise, Ready
 
@@ -42,12 +43,12 @@ def lane_of(told):
 
 
 def hand_over(lane, posts):
-    lane.submit(partial(lane.posted, "gather", posts, RankLink()), posts)
+    lane.submit(partial(lane.posted, "gather", posts), posts)
 
 
 def posts_of(number, *after, memory=None, is_alone=False):
     row = torch.full((4,), number) if memory is None else memory.fill_(number)
-    return _Posts([(1, row)], [(1, row)], (row,), after, is_alone=is_alone)
+    return _Posts([(1, row)], [(1, row)], (row,), after, RankLink(), is_alone=is_alone)
 
 
 def done(error=None):
@@ -123,9 +124,10 @@ def test_what_fails_ahead_is_raised_in_its_turn():
 def fabric_over(told):
     """A fabric of two ranks whose lanes have these messages, and the turns of its threads."""
     fabric = object.__new__(Fabric)
-    fabric.rank, fabric.size = 0, 2
+    fabric.rank, fabric.size, fabric.mesh, fabric.shard = 0, 2, RankMesh(2), 0
     fabric._lock, fabric._pending, fabric._error = threading.Lock(), set(), None
-    fabric.link, fabric.moved = RankLink(), {name: [0, 0.0] for name in ("gather", "exchange")}
+    fabric.links = LinksOfMesh.all_one(RankLink())
+    fabric.moved = {name: [0, 0.0] for name in ("gather", "exchange")}
     lane, turns = lane_of(told)
     fabric._lanes = dict.fromkeys(fabric.moved, lane)
     return fabric, turns
@@ -188,11 +190,12 @@ def test_collectives_of_the_same_bytes_do_not_overlap(twice, is_same):
 def test_bytes_that_set_out_before_the_turn_of_their_collective_count_from_then_on():
     fabric, turns = fabric_over(Told())
     events = []
-    fabric.link = SimpleNamespace(
+    link = SimpleNamespace(
         is_paced=False,
         begins=lambda at: events.append(("begins", at)),
         ends=lambda nbytes, since, at: events.append((nbytes, since)),
     )
+    fabric.links = LinksOfMesh.all_one(link)
     gathered_twice(fabric, [torch.zeros(4), torch.zeros(4)])
     for turn in turns:
         turn()
@@ -204,7 +207,8 @@ def test_bytes_that_set_out_before_the_turn_of_their_collective_count_from_then_
 def fabric_alone():
     """A fabric of two ranks, of which the other brings 3; its jobs, carried out at once."""
     fabric, jobs = object.__new__(Fabric), []
-    fabric.rank, fabric.size = 0, 2
+    fabric.rank, fabric.size, fabric.mesh, fabric.shard = 0, 2, RankMesh(2), 0
+    fabric.links = LinksOfMesh.all_one(RankLink())
     fabric._lanes = {"exchange": SimpleNamespace(bring=lambda target, own: target.copy_(own))}
 
     def submit_posts(lane, what, posts, *_):

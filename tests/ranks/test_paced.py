@@ -19,9 +19,10 @@ from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of
 from zcompile.ir.partition import Partition, SharedRange, exchanged, gathered
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.machine.model import slowest_way
 from zcompile.runtime.ranks.fabric import Fabric, _Lane
-from zcompile.runtime.ranks.link import RankLink
+from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 
 STEPS = 4
 """Two are seen, the third is planned."""
@@ -137,7 +138,7 @@ def carried(mesh):
     came, and what was counted."""
     rank, link = mesh.get_local_rank(), RankLink("rank_to_rank", SLOW)
     fabric = Fabric([0, 1], mesh.get_group(), 60.0)
-    fabric.over(link, 2)
+    fabric.over(LinksOfMesh.all_one(link), 2)
     try:
         whole = torch.full((NBYTES,), 9, dtype=torch.uint8)
         whole[rank * NBYTES // 2 :][: NBYTES // 2] = rank
@@ -188,13 +189,13 @@ def held(mesh):
     """Fail while the link holds a gather back, for longer than any test; what was held, and what
     still is."""
     fabric = Fabric([0, 1], mesh.get_group(), 60.0)
-    fabric.over(RankLink("rank_to_rank", 1.0), 2)
+    fabric.over(LinksOfMesh.all_one(RankLink("rank_to_rank", 1.0)), 2)
     promise = fabric.gather(torch.zeros(NBYTES, dtype=torch.uint8), "w", [])
-    while not (told := fabric.link.holding()):
+    while not (told := fabric.links.of_all.holding()):
         time.sleep(0.01)
     fabric.fail(ZinfError("enough"))
     for _ in range(1000):
-        if not (still := fabric.link.holding()):
+        if not (still := fabric.links.of_all.holding()):
             break
         time.sleep(0.01)
     fabric.close(ZinfError("closed"))
@@ -206,7 +207,8 @@ def held_for_longer(mesh):
     become of it."""
     fabric = Fabric([0, 1], mesh.get_group(), 60.0)
     fabric._watch._timeout_s = 0.0  # when all are there
-    fabric.over(RankLink("rank_to_rank", (1e9, NBYTES / 2 / 2.5)[mesh.get_local_rank()]), 2)
+    link = RankLink("rank_to_rank", (1e9, NBYTES / 2 / 2.5)[mesh.get_local_rank()])
+    fabric.over(LinksOfMesh.all_one(link), 2)
     promise = fabric.gather(torch.zeros(NBYTES, dtype=torch.uint8), "w", [])
     promise.wait_finished()
     fabric.agree("have it")
@@ -271,7 +273,8 @@ def test_one_process_has_no_links_to_others(link):
     ],
 )
 def test_a_throttle_that_paces_nothing_is_told(caplog, link, per_node, says):
-    found = ranks._link_of(Config(device="cpu", throttle={link: SLOW}), 4, per_node)
+    config = Config(device="cpu", throttle={link: SLOW})
+    found = ranks._links_of(config, RankMesh(4), per_node).of_all
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(says)
     assert found.bytes_per_s == (None if says else SLOW)

@@ -18,6 +18,7 @@ from zcompile.checkpoint.safetensors import Row
 from zcompile.checkpoint.shares import check_held_alike
 from zcompile.checkpoint.stream import SAMPLE_BYTES, WINDOWS, windows_of
 from zcompile.errors import RanksDiffer, Unsupported, ZinfError
+from zcompile.ir.rank_mesh import RankMesh
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 
@@ -153,8 +154,9 @@ def of_other_models(mesh, path):
     model = zcompile.offload(Three(), mesh=mesh, **BUDGETS)
     beside = zcompile.offload(Three(), mesh=mesh, **BUDGETS)
     zcompile.save(path, model, kept=beside.b.detach(), more=beside.a.detach().t())
+    others = SimpleNamespace(ranks=(1, 0), mesh=RankMesh(2))
     with pytest.raises(Unsupported) as caught:
-        check_held_alike(SimpleNamespace(ranks=(1, 0)), {"kept": beside.b.detach()})
+        check_held_alike(others, {"kept": beside.b.detach()})
     zcompile.close(model)
     zcompile.close(beside)
     return str(caught.value)

@@ -51,7 +51,7 @@ def opened(mesh, fields, **kinds):
 def crossed(model, act):
     """Bytes that this rank has sent while something was done: gathers, exchanges."""
     zcompile.stats(model, reset=True)
-    rate = session_behind(model).fabric.bytes_per_s()
+    rate = session_behind(model).fabric.bytes_per_s("rank_to_rank")
     assert rate != NOMINAL_BYTES_PER_S, "who asks for figures takes none from the next plan"
     act()
     sent = zcompile.stats(model)["fabric"]["bytes"]

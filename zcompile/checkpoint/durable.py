@@ -295,8 +295,8 @@ def _check_own(commit_log: CommitLog, found: Index, ranks: Fabric | None) -> Non
     """Refuse the part of one rank where another is resumed. raises  Unsupported, DurableDamaged"""
     home = commit_log.files.home.path
     part = sharing_of(found, home / INDEX_NAME)
-    whose = "what one process" if part is None else f"what rank {part.rank} of {part.ranks}"
-    here = "what one process" if ranks is None else f"what rank {ranks.rank} of {ranks.size}"
+    whose = "what one process" if part is None else f"what rank {part.rank} of {part.mesh}"
+    here = "what one process" if ranks is None else f"what rank {ranks.rank} of {ranks.mesh}"
     if whose != here:
         raise Unsupported(
             f"disk={str(home)!r} holds {whose} has committed, and not {here} has",
@@ -637,7 +637,8 @@ class DurableSource:
         if sharing is None or kept.name not in sharing.shares:
             return None
         owner = sharing.owners.get(kept.name)
-        return Partition(math.prod(kept.size), sharing.rank, sharing.ranks, owner)
+        shard, mesh = sharing.mesh.shard_of(sharing.rank), sharing.mesh
+        return Partition(math.prod(kept.size), shard, mesh.shards, owner)
 
     def _taken(self, kept: StoredTensor, layout: Layout, target: Tensor) -> bool:
         """Whether `target` is tiered, and its entry could take over the extent."""
@@ -692,10 +693,18 @@ class SharedSource:
 
     def __init__(self, sources: Sequence[DurableSource]) -> None:
         self.where, self.meta = sources[0].where, sources[0].meta
-        self._sources = sources
+        first = sources[0].sharing
+        self._sources = sources if first is None else sources[: first.mesh.shards]
+        """Of the ranks of the first group: they hold a whole together, as do those of each other
+        one."""
         for number, source in enumerate(sources):
             sharing = source.sharing
-            if sharing is None or (sharing.rank, sharing.ranks) != (number, len(sources)):
+            if (
+                first is None
+                or sharing is None
+                or (sharing.rank, sharing.mesh) != (number, first.mesh)
+                or sharing.ranks != len(sources)
+            ):
                 raise DurableDamaged(
                     Path(source.where), "the index", f"is not of rank {number} of {len(sources)}"
                 )

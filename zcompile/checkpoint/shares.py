@@ -161,13 +161,19 @@ def check_held_alike(fabric: Fabric, tensors: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in tensors.items():
         held = tensor.entry.store.fabric if is_shared(tensor) else None
-        if held is not None and held.ranks != fabric.ranks:
+        if held is not None and (held.ranks, held.mesh) != (fabric.ranks, fabric.mesh):
             raise Unsupported(
-                f"{name!r} is of a model whose mesh has the ranks {list(held.ranks)} of the world, "
-                f"and the model that is saved has {list(fabric.ranks)}",
+                f"{name!r} is of a model whose mesh has {_mesh_of(held)}, and the model that is "
+                f"saved has {_mesh_of(fabric)}",
                 "save that model by itself, or give its values as plain tensors, as .cpu() on all "
                 "ranks of its mesh makes them",
             )
+
+
+def _mesh_of(fabric: Fabric) -> str:
+    """For people: the mesh of a model."""
+    told = f"the ranks {list(fabric.ranks)} of the world"
+    return told if fabric.mesh.replicas == 1 else f"{told} as {fabric.mesh}"
 
 
 def make_files(shards: Sequence[Shard], made: Made, mark: str, system: SystemCalls) -> None:
@@ -380,13 +386,14 @@ class _Divided:
                 assert part is not None, "ranks share it"
                 row = SharedRow(place.begin, part.numel, tensor.dtype.itemsize, part.owner)
                 rows.append(row)
-                source, (begin, end) = share_of(tensor), row.of_rank(fabric.rank, fabric.size)
+                source, (begin, end) = share_of(tensor), row.of_rank(part.rank, part.ranks)
                 assert source is not None, "it is one on rank 0"
                 if begin < end:
                     held.append(Part(begin, end, place.state, source))
             if file in shards:
                 held += _others(shards[file])
-            self._stretches[file] = stretches_of(nbytes, rows, fabric.size)
+            # All groups hold the same, of which the ranks of the first one write.
+            self._stretches[file] = stretches_of(nbytes, rows, fabric.mesh.shards)
             self._held[file] = sorted(held, key=_begin)
         self._sends = self._read_for_others()
 

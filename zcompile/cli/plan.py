@@ -28,6 +28,7 @@ from zcompile.cli.format import (
 from zcompile.cli.sweep import swept
 from zcompile.errors import BudgetExceeded, ConfigInvalid, Running
 from zcompile.frontend.gc_pause import gc_paused
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.units import Bytes
 from zcompile.machine.model import with_ranks, with_tier
 
@@ -241,10 +242,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=int,
         metavar="N",
-        help="so many ranks train the model together, of which one is planned; default: those of "
-        "the machine",
+        help="so many ranks train the model together, of which one is planned; 2x4: two groups of "
+        "four, each of which holds all of the model; default: those of the machine",
     )
     parser.add_argument(
         "--stage",
@@ -294,7 +294,8 @@ def plan(args: argparse.Namespace) -> Answer:
         why = (
             "goes with the plan of a model alone; --fit is of one rank, and what is reckoned from "
         )
-        raise ConfigInvalid("ranks", args.ranks, why + "shapes takes the ranks of its --machine")
+        given = int(args.ranks) if args.ranks.isdecimal() else args.ranks
+        raise ConfigInvalid("ranks", given, why + "shapes takes the ranks of its --machine")
     if args.fit:
         return fit_answer(args)
     args = argparse.Namespace(**{**vars(args), "machine": _one(args.machine)})
@@ -302,6 +303,19 @@ def plan(args: argparse.Namespace) -> Answer:
         return scale_answer(args)
     with gc_paused():  # also while torch and transformers are imported
         return _walked(args)
+
+
+def _mesh_of(text: str) -> RankMesh:
+    """The ranks that --ranks names. raises  ConfigInvalid"""
+    sizes = text.split("x")
+    if len(sizes) > 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigInvalid(
+            "ranks",
+            text,
+            "is no number of ranks; give one, as 8, or groups x ranks of each, as 2x4",
+        )
+    replicas = int(sizes[0]) if len(sizes) == 2 else 1
+    return RankMesh(replicas * int(sizes[-1]), replicas)
 
 
 def _check_no_sync(args: argparse.Namespace, ranks: int) -> None:
@@ -332,7 +346,8 @@ def _walked(args: argparse.Namespace) -> Answer:
     config = Config(**_budgets(args), **ranks, updates=args.updates)
     terms = plan.terms_of(config, args.machine)
     if args.ranks is not None:
-        terms = terms.on(with_ranks(terms.machine, args.ranks))
+        mesh = _mesh_of(args.ranks)
+        terms = terms.on(with_ranks(terms.machine, mesh.ranks, mesh.replicas))
     _check_no_sync(args, terms.machine.ranks)
     if args.disk_bytes is not None:
         terms = terms.on(with_tier(terms.machine, "disk", read_size("disk-bytes", args.disk_bytes)))
@@ -345,7 +360,7 @@ def _walked(args: argparse.Namespace) -> Answer:
     if sweep is not None:
         points = tuple(_points(trace, terms, *sweep))
         capacity = terms.machine.tiers.get(sweep[0])
-        return swept(points, args.plot, note_of_ranks(terms.machine.ranks), capacity)
+        return swept(points, args.plot, note_of_ranks(terms.machine.mesh), capacity)
     report = plan.report_of(trace(terms), terms)
     text, device = str(report), terms.machine.tiers["device"]
     if args.plot == TERMINAL and report.fullest is not None:

@@ -43,6 +43,7 @@ from zcompile.passes.arrange import keeping_wholes
 from zcompile.passes.keep_wholes import gathered_by
 from zcompile.planner.step_plan import StepPlan
 from zcompile.planner.whole_step import NO_WHOLES, GatheredAs, gathered_as, gathered_in
+from zcompile.runtime.ranks.calls import marked_gradients
 from zcompile.runtime.ranks.fabric import Fabric, digest_of
 from zcompile.runtime.session import Session
 from zcompile.runtime.store.resident import copies_of
@@ -271,7 +272,7 @@ class KeptWholes:
         told = self._fabric.compare(schedule.call_kind, value, len(own), text=text)
         if len(set(told)) == 1:
             self._note(schedule, entries, [own])
-            if not read.narrow_gradients:  # of whose hooks ranks tell each other in the call
+            if not any(marked_gradients(read, self._fabric.mesh)):  # which is told in the call
                 executor.agreed_on(detail)
             return read
         rows = self._fabric.rows(torch.frombuffer(bytearray(own), dtype=torch.uint8))

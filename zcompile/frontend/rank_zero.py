@@ -43,7 +43,7 @@ def rank_zero_reads(*held: nn.Module | Optimizer) -> Iterator[bool]:
     if not fabrics:
         yield True
         return
-    if len({fabric.ranks for fabric in fabrics}) > 1:
+    if len({(fabric.ranks, fabric.mesh) for fabric in fabrics}) > 1:
         raise Unsupported(
             "zcompile.rank_zero_reads was given models that are trained by different ranks",
             "open one context for each of them, one after the other",

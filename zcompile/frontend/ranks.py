@@ -30,6 +30,7 @@ from zcompile.errors import (
 )
 from zcompile.frontend.cards import settled_on_cards
 from zcompile.ir.partition import partition_of
+from zcompile.ir.rank_mesh import RankMesh, Ring
 from zcompile.ir.torch_compat import keys_below, store_of_torchrun
 from zcompile.ir.types import Layout
 from zcompile.ir.version import VERSION
@@ -38,7 +39,7 @@ from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
-from zcompile.runtime.ranks.link import RankLink
+from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
 
 log = logging.getLogger("zcompile.frontend.ranks")
@@ -113,7 +114,9 @@ def open_fabric(config: Config) -> Fabric | None:
             "that does, or leave it out",
         )
     whole = len(ranks) == dist.get_world_size()
-    return Fabric(ranks, None if whole else _group_of(config.mesh), float(config.rank_timeout))
+    replicas = 1 if config.mesh is None or config.mesh.ndim == 1 else config.mesh.size(0)
+    group = None if whole else _group_of(config.mesh)
+    return Fabric(ranks, group, float(config.rank_timeout), replicas)
 
 
 def _group_of(mesh: Any) -> Any:
@@ -148,30 +151,38 @@ def _between_ranks(config: Config) -> dict[str, float]:
     return {link: float(config.throttle[link]) for link in RANK_LINKS if link in config.throttle}
 
 
-def _link_of(config: Config, size: int, per_node: int) -> RankLink:
-    """The link that decides how fast collectives are: the slowest, as far as that is told, of those
-    that a ring over all ranks passes."""
+def _links_of(config: Config, mesh: RankMesh, per_node: int) -> LinksOfMesh:
+    """The links that decide how fast collectives are."""
+    throttle = _between_ranks(config)
+    if "node_to_node" in throttle and mesh.ranks == per_node:
+        log.warning(
+            "throttle has 'node_to_node', which paces nothing: all %d ranks are on one node; "
+            "ranks_per_node= lets one machine stand in for several",
+            mesh.ranks,
+        )
+    if "rank_to_rank" in throttle and per_node == 1 < mesh.ranks:
+        log.warning(
+            "throttle has 'rank_to_rank', which paces nothing: each of the %d nodes has one rank; "
+            "'node_to_node' paces what crosses between nodes",
+            mesh.ranks,
+        )
+    rings = (mesh.group_ring(per_node), mesh.replica_ring(per_node), mesh.whole_ring(per_node))
+    links = [_link_of(config, ring) for ring in rings]
+    shared = {link.name: link for link in links}
+    return LinksOfMesh(*(shared[link.name] for link in links))
+
+
+def _link_of(config: Config, ring: Ring) -> RankLink:
+    """The slowest link, as far as that is told, of those that a ring passes."""
     throttle = _between_ranks(config)
     described = config.machine.links if isinstance(config.machine, Machine) else {}
     rates = {name: described[name].bytes_per_s for name in RANK_LINKS if name in described}
     rates = {
         name: min(rates.get(name, math.inf), throttle.get(name, math.inf)) for name in RANK_LINKS
     }
-    paces = slowest_way(throttle, size, per_node)
-    if "node_to_node" in throttle and size == per_node:
-        log.warning(
-            "throttle has 'node_to_node', which paces nothing: all %d ranks are on one node; "
-            "ranks_per_node= lets one machine stand in for several",
-            size,
-        )
-    if "rank_to_rank" in throttle and per_node == 1 < size:
-        log.warning(
-            "throttle has 'rank_to_rank', which paces nothing: each of the %d nodes has one rank; "
-            "'node_to_node' paces what crosses between nodes",
-            size,
-        )
+    paces = slowest_way(throttle, *ring)
     return RankLink(
-        slowest_way(rates, size, per_node) or RANK_LINKS[0],
+        slowest_way(rates, *ring) or RANK_LINKS[0],
         None if paces is None else throttle.get(paces),
     )
 
@@ -188,12 +199,13 @@ def _ranks_of(mesh: Any, device: str) -> list[int]:
     """The ranks of the world that train together. raises  ConfigInvalid"""
     if mesh is None:
         return list(range(dist.get_world_size()))
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ConfigInvalid(
             "mesh",
             mesh,
             f"has {mesh.ndim} dimensions; give the one whose ranks share the parameters, as "
-            'mesh["dp"] (replicating groups of ranks are not there yet)',
+            'mesh["dp"], or two: that of the groups which hold the same, and that whose ranks '
+            'share the parameters, as mesh["replicate", "shard"]',
         )
     if mesh.device_type not in ("cpu", torch.device(device).type):
         raise ConfigInvalid(
@@ -206,7 +218,29 @@ def _ranks_of(mesh: Any, device: str) -> list[int]:
     ranks = sorted(int(rank) for rank in mesh.mesh.flatten().tolist())
     if dist.get_rank() not in ranks:
         raise ConfigInvalid("mesh", mesh, f"does not contain this rank, {dist.get_rank()}")
+    if mesh.ndim == 2:
+        _check_groups(mesh, ranks)
     return ranks
+
+
+def _check_groups(mesh: Any, ranks: Sequence[int]) -> None:
+    """Refuse a mesh of two dimensions that nothing carries what all of its ranks agree on for, or
+    whose ranks do not stand in their order. raises  ConfigInvalid"""
+    if len(ranks) != (world := dist.get_world_size()):
+        raise ConfigInvalid(
+            "mesh",
+            mesh,
+            f"has {len(ranks)} of the {world} ranks of torch.distributed, and no process group is "
+            "of all of those that a mesh of two dimensions has; give one of all ranks, or of one "
+            "dimension",
+        )
+    if mesh.mesh.flatten().tolist() != list(ranks):
+        raise ConfigInvalid(
+            "mesh",
+            mesh,
+            "has its ranks in another order than their numbers'; give that of "
+            f"init_device_mesh({mesh.device_type!r}, {tuple(mesh.mesh.shape)})",
+        )
 
 
 def _refuse_unready(config: Config) -> None:
@@ -262,7 +296,7 @@ def config_of_rank(config: Config, fabric: Fabric) -> Config:
         Path(path).mkdir(mode=0o700, exist_ok=True)
     dump = None if config.dump is None else Path(config.dump) / f"rank-{fabric.rank}"
     own = [
-        directory_of_rank(Path(path), fabric.rank, fabric.size)
+        directory_of_rank(Path(path), fabric.rank, fabric.mesh)
         if config.durable  # what other numbers of ranks have committed stays beside it
         else Path(path) / f"rank-{fabric.rank}"
         for path in disks
@@ -281,8 +315,9 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
 
     raises  RanksDiffer
     """
-    # Throttles first: behind a machine, which takes many words, they would be cut off.
-    rows = {f"throttle[{link!r}]": str(rate) for link, rate in _between_ranks(config).items()}
+    # These first: behind a machine, which takes many words, they would be cut off.
+    rows = {"mesh": str(fabric.mesh)} if fabric.mesh.replicas > 1 else {}
+    rows |= {f"throttle[{link!r}]": str(rate) for link, rate in _between_ranks(config).items()}
     rows |= {name: str(getattr(config, name)) for name in (*ALIKE, "residency")}
     rows["device"] = torch.device(config.device or "cpu").type  # which card is up to a rank
     rows |= {"zcompile": VERSION, "torch": torch.__version__, "device_memory": str(device_bytes)}
@@ -291,7 +326,7 @@ def agree_on(config: Config, device_bytes: int, fabric: Fabric) -> None:
     derived = [getattr(config, name) for name in DERIVED]
     fabric.agree("offload a model", sorted(same.items()), derived, text=text)
     per_node = config.ranks_per_node or _ranks_per_host(fabric.hosts)
-    fabric.over(_link_of(config, fabric.size, per_node), per_node)
+    fabric.over(_links_of(config, fabric.mesh, per_node), per_node)
 
 
 @contextmanager
@@ -335,7 +370,7 @@ def check_stage(
     wholes = []
     for name, param in params:
         layout = Layout.of(param)
-        part = partition_of(layout, fabric.rank, fabric.size)
+        part = partition_of(layout, fabric.shard, fabric.mesh.shards)
         if part is not None:
             itemsize = layout.dtype.itemsize
             if config.param_dtype is not None:  # all of a copy in that may be what is kept

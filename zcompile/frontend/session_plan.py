@@ -64,8 +64,14 @@ def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:
     that collectives have had, unless the machine says one."""
     links = dict(machine.links)
     for name in RANK_LINKS[: 2 if fabric.size > fabric.ranks_per_node else 1]:
-        links.setdefault(name, Link(name, fabric.bytes_per_s()))
-    return replace(machine, links=links, ranks=fabric.size, ranks_per_node=fabric.ranks_per_node)
+        links.setdefault(name, Link(name, fabric.bytes_per_s(name)))
+    return replace(
+        machine,
+        links=links,
+        ranks=fabric.size,
+        ranks_per_node=fabric.ranks_per_node,
+        replicas=fabric.mesh.replicas,
+    )
 
 
 def seconds_at(costs: Costs) -> Seconds:

@@ -66,11 +66,13 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     fusions       with regions="inductor": how many `distinct` ones there are, those that were
                   `compiled` (or taken from torch's caches), those `loaded` from beside the run,
                   and what was `refused` and why: it is run eagerly. None with eager regions
-    fabric        only where several ranks train the model: `rank` of `ranks`, `bytes` that this one
-                  has sent (`gather`, `exchange`, `agree`), and `seconds` that those took. `bytes`
-                  and `seconds` above then have `rank_to_rank` too (between nodes, `node_to_node`):
-                  what has come to this rank in gathers and exchanges, and the seconds in which some
-                  of it was on its way, until the rank took note that it had come
+    fabric        only where several ranks train the model: `rank` of `ranks`, `replicas`: how many
+                  groups of them hold all of the model each, `bytes` that this one has sent
+                  (`gather`, `exchange`, `agree`; `replicate`: sums of a group, to others), and
+                  `seconds` that those took. `bytes` and `seconds` above then have `rank_to_rank`
+                  too (between nodes, `node_to_node`): what has come to this rank in gathers,
+                  exchanges and sums, and the seconds in which some of it was on its way, until the
+                  rank took note that it had come
     plan          only there: `stage` of ZeRO that is in force, 2 or 3; `gathered`: parameters of
                   which ranks hold shares, and `whole`: those of them that are kept whole on the
                   device of every rank, which take `whole_bytes`
@@ -88,9 +90,9 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
     measured["step_s"] = session.executor.clocks.step_s()
     measured["predicted"] = session.controller.prediction()
     if session.fabric is not None:
-        link = session.fabric.link
-        for key, total in zip(("bytes", "seconds"), link.totals(reset), strict=True):
-            measured[key] = {**measured[key], link.name: total}
+        for link in session.fabric.links.distinct():
+            for key, total in zip(("bytes", "seconds"), link.totals(reset), strict=True):
+                measured[key] = {**measured[key], link.name: total}
         measured["fabric"] = session.fabric.totals(reset)
         measured["plan"] = _stage(session)
     if reset:

@@ -268,6 +268,21 @@ def exchanged(nbytes: int, ranks: int, tile: SharedRange | None = None) -> Cross
     """
     others = ranks - 1
     if tile is not None:
-        most = max(last - first for first, last in map(tile.of_rank, range(ranks)))
+        most = _most_of(tile)
         return Crossing(tile.own_nbytes * others, most * others)
     return Crossing(nbytes * others, nbytes * others)
+
+
+def summed_over_replicas(tile: SharedRange, replicas: int) -> Crossing:
+    """What crosses when each of so many ranks that hold the same share gets what the groups of all
+    have made of it.
+
+    tile  the bytes that are summed up, all of a gradient or a part
+    """
+    others = replicas - 1
+    return Crossing(tile.own_nbytes * others, _most_of(tile) * others)
+
+
+def _most_of(tile: SharedRange) -> int:
+    """The most bytes of a range that any rank holds."""
+    return max(last - first for first, last in map(tile.of_rank, range(tile.ranks)))

@@ -692,6 +692,13 @@ class Schedule:
         return {x.entry: x.cast for x in sent if x.cast is not None}
 
     @cached_property
+    def exchanged_shares(self) -> Mapping[EntryIndex, bool]:
+        """Entries whose gradients ranks exchange, each getting what is of its share -> whether a
+        gradient is so in tiles."""
+        sent = [x for x in self.instructions if isinstance(x, Exchange) and x.shares is not None]
+        return {x.entry: any(y.is_tile for y in sent if y.entry == x.entry) for x in sent}
+
+    @cached_property
     def staying(self) -> frozenset[EntryIndex]:
         """Entries whose gradients stay in the memory that compute makes them in."""
         return frozenset(home.entry for home in self._gradients() if home.in_place)

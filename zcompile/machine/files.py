@@ -111,6 +111,7 @@ def read(text: str, where: str) -> Machine:
             compute=_compute(where, _table(where, "compute", top["compute"])),
             ranks=top.get("ranks", 1),
             ranks_per_node=top.get("ranks_per_node", 1),
+            replicas=top.get("replicas", 1),
             note=_text(where, "note", top.get("note", "")),
             host_update_bytes_per_s=_number(
                 where,
@@ -136,6 +137,8 @@ def _lines(machine: Machine) -> Iterator[str]:
     if machine.ranks > 1:
         yield f"ranks = {machine.ranks}"
         yield f"ranks_per_node = {machine.ranks_per_node}"
+    if machine.replicas > 1:
+        yield f"replicas = {machine.replicas}"
     if machine.note:
         yield f"note = {_quoted(machine.note)}"
     if machine.host_update_bytes_per_s != HOST_UPDATE_BYTES_PER_S:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zcompile.errors import ZinfError
+from zcompile.ir.rank_mesh import RankMesh
 
 TIERS = ("device", "host", "disk")
 TIER_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
@@ -135,6 +136,7 @@ class Machine:
     links           by name; rates that one rank has while all ranks use theirs
     ranks           in all
     ranks_per_node  of them share a node, and every node has as many
+    replicas        how many groups of them hold all of the model each, one behind the other
     note            what a person should know of it; nothing is planned by it
     host_update_bytes_per_s  at which the host's cores read and write, together, the operands of
                     updates of an optimizer that they compute in its memory
@@ -150,6 +152,7 @@ class Machine:
     ranks_per_node: int = 1
     note: str = ""
     host_update_bytes_per_s: float = HOST_UPDATE_BYTES_PER_S
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _check_rate(self.name, "host_update_bytes_per_s", self.host_update_bytes_per_s)
@@ -170,6 +173,10 @@ class Machine:
     def nodes(self) -> int:
         return self.ranks // self.ranks_per_node
 
+    @property
+    def mesh(self) -> RankMesh:
+        return RankMesh(self.ranks, self.replicas)
+
     def describe(self, lane: str) -> str:
         """A lane for people: links that take turns by both names."""
         link = self.links.get(lane)
@@ -185,6 +192,7 @@ class Machine:
             self.ranks_per_node,
             self.note,
             self.host_update_bytes_per_s,
+            self.replicas,
         )
 
     def _check_tiers(self) -> None:
@@ -217,7 +225,7 @@ class Machine:
                 )
 
     def _check_ranks(self) -> None:
-        for field in ("ranks", "ranks_per_node"):
+        for field in ("ranks", "ranks_per_node", "replicas"):
             count = getattr(self, field)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise MachineInvalid(
@@ -232,6 +240,13 @@ class Machine:
                 f"ranks={self.ranks}",
                 f"do not fill nodes of ranks_per_node={self.ranks_per_node}",
                 "every node has as many ranks",
+            )
+        if self.ranks % self.replicas:
+            raise MachineInvalid(
+                self.name,
+                f"ranks={self.ranks}",
+                f"are not replicas={self.replicas} groups of as many",
+                "each group holds all of the model",
             )
         for link, needed in zip(RANK_LINKS, (self.ranks_per_node > 1, self.nodes > 1), strict=True):
             if needed and link not in self.links:
@@ -254,14 +269,15 @@ def slowest_way(rates: Mapping[str, float], ranks: int, ranks_per_node: int) -> 
     return min(names, key=lambda name: rates.get(name, math.inf), default=None)
 
 
-def with_ranks(machine: Machine, ranks: int) -> Machine:
+def with_ranks(machine: Machine, ranks: int, replicas: int = 1) -> Machine:
     """`machine` with another number of ranks: on one node, as far as that has so many, or on whole
     nodes.
 
-    raises  MachineInvalid
+    replicas  how many groups of them hold all of the model each
+    raises    MachineInvalid
     """
-    per_node = machine.ranks_per_node if machine.ranks > 1 else ranks
-    return replace(machine, ranks=ranks, ranks_per_node=max(1, min(per_node, ranks)))
+    per_node = max(1, min(machine.ranks_per_node if machine.ranks > 1 else ranks, ranks))
+    return replace(machine, ranks=ranks, ranks_per_node=per_node, replicas=replicas)
 
 
 def with_tier(machine: Machine, tier: str, nbytes: int) -> Machine:

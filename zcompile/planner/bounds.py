@@ -39,7 +39,7 @@ The parts: what a step needs, wherever things rest and whatever a schedule moves
 linear program (`least_seconds`); the bound (`bound`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, product
 from types import MappingProxyType
@@ -52,7 +52,7 @@ from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryRef, Phase
 from zcompile.machine.model import TIER_LINKS, Link, Machine
 from zcompile.memory.linear_program import Column, LinearProgram, Term
-from zcompile.planner.paths import crossing, crossing_wide, way_between_ranks
+from zcompile.planner.paths import crossing_wide, crossings, ways_between_ranks
 from zcompile.planner.placement import Room
 
 
@@ -64,8 +64,8 @@ class Segment:
     writes  that it writes and somebody reads later; 0 where nobody does
     lives   whether somebody reads the bytes later, as they are after the segment
     late    whether it is of a forward that computes late updates
-    crosses the most bytes that come to any rank: what the graph gathers and exchanges, but for what
-            is kept whole on every rank
+    crosses the most bytes that come to any rank, by the link between ranks: what the graph gathers
+            and exchanges, but for what is kept whole on every rank
     """
 
     phase: Phase
@@ -74,7 +74,7 @@ class Segment:
     writes: tuple[int, ...]
     lives: tuple[bool, ...]
     late: bool = False
-    crosses: int = 0
+    crosses: tuple[tuple[str, int], ...] = ()
 
     @property
     def updates(self) -> bool:
@@ -89,7 +89,7 @@ class Demand:
     groups     sizes of groups of bytes with the same uses. Low-precision copies are none of them:
                compute may make those of their masters
     gradients  which of the groups are gradients
-    way        that all which crosses between ranks passes; None: there is one rank
+    ways       the links between ranks that anything passes; none: there is one rank
     together   (segments, seconds): these last at least so long together, for what may be computed
                in any of them
     """
@@ -97,7 +97,7 @@ class Demand:
     groups: tuple[int, ...]
     segments: tuple[Segment, ...]
     gradients: frozenset[int] = frozenset()
-    way: Link | None = None
+    ways: tuple[Link, ...] = ()
     together: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @property
@@ -130,9 +130,9 @@ def demand_of(
                     plans in which other updates are late are bounded too
     machine         whose ranks train together; None: there is one
     """
-    ranks, way = (1, None) if machine is None else (machine.ranks, way_between_ranks(machine))
     touched: dict[int, _Touched] = {}
     wide = crossing_wide(step)
+    ways = () if machine is None else ways_between_ranks(machine)
     phases, seconds, late, found, crosses = [], [], [], [], []
     for phase, calls in _segmented(step, together):
         reads: _Distinct = _Ranges()
@@ -148,8 +148,7 @@ def demand_of(
         phases.append(phase)
         seconds.append(compute_s)
         late.append(updates)
-        every = (x for call in calls for x in call.schedule.effects if x.is_collective)
-        crosses.append(sum(crossing(x, ranks, wide).slowest for x in every))
+        crosses.append(_crossing(calls, machine, wide))
         found.append((reads.sizes(), writes.sizes()))
     groups = _alike(phases, found)
     segments = tuple(
@@ -165,7 +164,19 @@ def demand_of(
         for n, (phase, compute_s) in enumerate(zip(phases, seconds, strict=True))
     )
     gradients = frozenset(k for k, (_, is_gradient, _) in enumerate(groups) if is_gradient)
-    return Demand(tuple(size for size, _, _ in groups), segments, gradients, way)
+    return Demand(tuple(size for size, _, _ in groups), segments, gradients, ways)
+
+
+def _crossing(
+    calls: Sequence[StepCall], machine: Machine | None, wide: Container[str]
+) -> tuple[tuple[str, int], ...]:
+    """The bytes that collectives take of each link between ranks; `wide`: as of `crossings`."""
+    found: dict[str, int] = {}
+    if machine is not None:
+        every = (x for call in calls for x in call.schedule.effects if x.is_collective)
+        for _, link, crossing in (way for x in every for way in crossings(x, machine, wide)):
+            found[link.name] = found.get(link.name, 0) + crossing.slowest
+    return tuple(found.items())
 
 
 def _segmented(step: StepTrace, together: bool) -> list[tuple[Phase, list[StepCall]]]:
@@ -364,10 +375,9 @@ class LeastSeconds:
 
 
 def _fabric_seconds(segment: Segment, demand: Demand) -> dict[str, float]:
-    """Seconds of the way between ranks, if anything crosses there."""
-    if demand.way is None or not segment.crosses:
-        return {}
-    return {demand.way.name: segment.crosses / demand.way.bytes_per_s}
+    """Seconds of the links between ranks that anything crosses."""
+    rates = {link.name: link.bytes_per_s for link in demand.ways}
+    return {name: nbytes / rates[name] for name, nbytes in segment.crosses if nbytes}
 
 
 def least_seconds(
@@ -602,8 +612,10 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
         )
     due: dict[str, float] = {}
     nbytes = {link: 0 for link in links if link in TIER_LINKS}
-    if demand.way is not None:
-        nbytes[demand.way.name] = sum(segment.crosses for segment in demand.segments)
+    for way in demand.ways:
+        nbytes[way.name] = sum(
+            dict(segment.crosses).get(way.name, 0) for segment in demand.segments
+        )
     phases: dict[Phase, float] = {}
     for row in rows:
         due[row.binding] = due.get(row.binding, 0.0) + row.least_s
@@ -634,7 +646,7 @@ def least_of_segment(
     """The bound of one segment by itself, with all of `room` for entries at its beginning and its
     end.
 
-    between  seconds of the way between ranks
+    between  seconds of links between ranks
     """
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)

@@ -1,11 +1,13 @@
 """Finds the links that the bytes of an instruction travel over, by the tier of its entry."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from zcompile.errors import Unsupported
 from zcompile.ir.effects import GRADIENT, IN, Effects, HomeAccess, Instruction
 from zcompile.ir.handover import handover, last_writes, passes_by
-from zcompile.ir.partition import Crossing, exchanged, gathered
+from zcompile.ir.partition import Crossing, exchanged, gathered, summed_over_replicas
+from zcompile.ir.rank_mesh import Ring
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.machine.cost import Costs
@@ -18,16 +20,43 @@ Ahead = tuple[StepCall | None, Mapping[int, Sequence[Instruction]]]
 """The call that fetches are handed over to, and the instructions after which they start."""
 
 
-def crossing(x: Effects, ranks: int, wide: Container[str] = ()) -> Crossing:
-    """The bytes of the link between so many ranks that a collective takes.
+class Way(NamedTuple):
+    """What a collective takes of a link between ranks: all of it, or one of two stages.
+
+    kind  of those that begin one after the other
+    """
+
+    kind: str
+    link: Link
+    crossing: Crossing
+
+
+def crossings(x: Effects, machine: Machine, wide: Container[str] = ()) -> list[Way]:
+    """What a collective takes of links between the ranks of a machine, stage after stage; nothing
+    where one rank is all.
 
     wide  names of parameters whose gradients hooks see, which cross in the parameter's dtype
     """
+    mesh, per_node = machine.mesh, machine.ranks_per_node
+    of_group = _way_of(machine, mesh.group_ring(per_node))
     if x.fills:
-        return gathered(x.nbytes, ranks, x.tile)
+        crossing = gathered(x.nbytes, mesh.shards, x.tile)
+        return [Way(x.kind, of_group, crossing)] if of_group is not None else []
+    shares, nbytes = x.shares, x.nbytes
     if x.wide_nbytes and x.name in wide:
-        return exchanged(x.wide_nbytes, ranks, x.shares and x.shares.in_nbytes(x.wide_nbytes))
-    return exchanged(x.nbytes, ranks, x.shares)
+        shares, nbytes = shares and shares.in_nbytes(x.wide_nbytes), x.wide_nbytes
+    if shares is None:
+        of_all = _way_of(machine, mesh.whole_ring(per_node))
+        return [Way(x.kind, of_all, exchanged(nbytes, mesh.ranks))] if of_all is not None else []
+    found = []
+    if of_group is not None:
+        found.append(Way(x.kind, of_group, exchanged(nbytes, mesh.shards, shares)))
+    of_replicas = _way_of(machine, mesh.replica_ring(per_node))
+    if of_replicas is not None:
+        summed = shares.in_nbytes(x.wide_nbytes or x.nbytes)
+        crossing = summed_over_replicas(summed, mesh.replicas)
+        found.append(Way("replicate", of_replicas, crossing))
+    return found
 
 
 def crossing_wide(step: StepTrace) -> frozenset[str]:
@@ -37,8 +66,20 @@ def crossing_wide(step: StepTrace) -> frozenset[str]:
 
 def way_between_ranks(machine: Machine) -> Link | None:
     """The slowest link that a ring over all ranks of a machine passes; None: one rank is all."""
+    return _way_of(machine, machine.mesh.whole_ring(machine.ranks_per_node))
+
+
+def ways_between_ranks(machine: Machine) -> tuple[Link, ...]:
+    """The links between ranks that anything passes; none, where one rank is all."""
+    mesh, per_node = machine.mesh, machine.ranks_per_node
+    rings = (mesh.group_ring(per_node), mesh.replica_ring(per_node), mesh.whole_ring(per_node))
+    return tuple(dict.fromkeys(link for r in rings if (link := _way_of(machine, r)) is not None))
+
+
+def _way_of(machine: Machine, ring: Ring) -> Link | None:
+    """The slowest link that a ring passes; None: it is of one rank."""
     rates = {name: link.bytes_per_s for name, link in machine.links.items()}
-    name = slowest_way(rates, machine.ranks, machine.ranks_per_node)
+    name = slowest_way(rates, *ring)
     return None if name is None else machine.links[name]
 
 
@@ -150,18 +191,20 @@ class LinkPaths:
             return self._sim_transfer(moved, 2, "disk_read", "d2h", "disk_write", adds=True)
         return self._leaving(home, moved, adds=more)
 
-    def collective(self, x: Effects) -> SimTransfer:
-        """What one rank gets from all others, in a ring: over the slowest way between two of them.
+    def collective(self, x: Effects) -> list[tuple[str, SimTransfer]]:
+        """What one rank gets from others, in a ring: over the slowest way between two of them;
+        stage after stage, each with the kind of those that it follows.
 
         An agreement takes the latency of that way.
         """
-        ranks, way = self._machine.ranks, way_between_ranks(self._machine)
-        if way is None:
-            return SimTransfer(0)
         if x.is_agreement:
-            return SimTransfer(0, seconds=way.latency_s)
-        found = crossing(x, ranks, self._wide)
-        return SimTransfer(found.slowest, (way,), 1, disk_nbytes=found.arrives)
+            way = way_between_ranks(self._machine)
+            return [(x.kind, SimTransfer(0, seconds=0.0 if way is None else way.latency_s))]
+        ways = crossings(x, self._machine, self._wide)
+        return [
+            (kind, SimTransfer(found.slowest, (link,), 1, disk_nbytes=found.arrives))
+            for kind, link, found in ways
+        ] or [(x.kind, SimTransfer(0))]
 
     def totals(self, transfers: Sequence[SimTransfer]) -> tuple[dict[str, int], dict[str, float]]:
         """Bytes and busy seconds over each link."""

@@ -7,6 +7,7 @@ from math import ceil
 from typing import Any
 
 from zcompile.ir.memory_curve import Memory
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.serialize import encode, plain
 from zcompile.ir.tables import html_list, html_table, table
 from zcompile.ir.types import EntryKind, aligned
@@ -127,10 +128,12 @@ class Report:
                        there is one
     ranks              that the machine has, and which train the model together; one of them is what
                        is planned
+    replicas           how many groups of them hold all of the model each
     """
 
     machine: str
     ranks: int
+    replicas: int
     parameters: int
     samples: int
     tokens: int
@@ -170,6 +173,7 @@ class Report:
         return cls(
             machine=terms.machine.name,
             ranks=terms.machine.ranks,
+            replicas=terms.machine.replicas,
             parameters=facts.parameters,
             samples=facts.samples,
             tokens=facts.tokens,
@@ -394,18 +398,21 @@ def _beside(report: Report) -> str:
 
 def _verdict(report: Report) -> Iterator[str]:
     yield from _fits(report)
-    if note := note_of_ranks(report.ranks):
+    if note := note_of_ranks(RankMesh(report.ranks, report.replicas)):
         yield f"  {note}"
 
 
-def note_of_ranks(ranks: int) -> str:
-    """What a plan makes of a machine with so many ranks; "" if it has one."""
-    if ranks == 1:
+def note_of_ranks(mesh: RankMesh) -> str:
+    """What a plan makes of a machine with such ranks; "" if it has one."""
+    if mesh.ranks == 1:
         return ""
-    return (
-        f"one of {ranks} ranks that train the model together: tiers, links and samples are those "
-        "of that rank, which holds a share of each tensor"
+    told = (
+        f"one of {mesh.ranks} ranks that train the model together: tiers, links and samples are "
+        "those of that rank, which holds a share of each tensor"
     )
+    if mesh.replicas > 1:
+        told += f"; each of {mesh.replicas} groups of {mesh.shards} holds all of the model"
+    return told
 
 
 def _fits(report: Report) -> Iterator[str]:

@@ -559,17 +559,19 @@ class SimulatedSteps:
         """Start a collective, once what it waits for is over, and the one of its kind before: the
         other ranks come to it at the same time."""
         assert x.ticket is not None
-        transfer = self._routes.collective(x)
-        before = self._collectives.get(x.kind)
-        follows = [self._begun] if before is None else [self._begun, before]
+        follows = [self._done[ticket] for ticket in x.after]
         if x.writes_slot is not None:
             follows += self._under(x.writes_slot)
-        self._collectives[x.kind] = transfer
         self._traffic.advance(self._host)
-        self._traffic.start(transfer, self._host, (*follows, *(self._done[t] for t in x.after)))
-        self._sent.append(transfer)
-        if self._tells:
-            self._sent_of[transfer] = x.name
+        for kind, transfer in self._routes.collective(x):
+            before = self._collectives.get(kind)
+            behind = [self._begun] if before is None else [self._begun, before]
+            self._collectives[kind] = transfer
+            self._traffic.start(transfer, self._host, (*behind, *follows))
+            follows = [transfer]
+            self._sent.append(transfer)
+            if self._tells:
+                self._sent_of[transfer] = x.name
         self._issue(x)
         self._done[x.ticket] = transfer
         return transfer

@@ -57,7 +57,7 @@ from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
 from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
 from zcompile.runtime.meter import Walk
 from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
-from zcompile.runtime.ranks.calls import CallDigests
+from zcompile.runtime.ranks.calls import CallDigests, MarkedGradients, marked_gradients
 from zcompile.runtime.ranks.fabric import Fabric, Marked, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
 from zcompile.runtime.store.resident import (
@@ -553,11 +553,10 @@ class _Call:
         self.made: list[Entry] = []
         self.bucket: list[Packed] = []
         """Small gradients, until they are exchanged."""
-        self.hooked: Marked | None = None
-        """Which narrow gradients each rank has hooks of, in the order of their entries."""
-        self.widened: set[EntryIndex] | None = None
-        """Entries whose gradients, narrow as they are made, are exchanged in their own dtype, since
-        a rank has hooks of them; None: that was not looked at yet."""
+        self.marked: Marked | None = None
+        """Which of the gradients each rank has marked, as `marked_gradients` names them."""
+        self.any_marked: MarkedGradients | None = None
+        """Those of them that any rank has; None: that was not looked at yet."""
         took = executor.clocks.hears_of(schedule)
         self.host = HostWalk(executor.store, entries, executor.late, executor.on_host, took)
         self.cores = None
@@ -808,21 +807,36 @@ class _Call:
             self.tickets[agree.ticket] = Ready()
             return
         text = f"of {self.schedule.name}: {len(self.schedule.collectives)} collectives"
-        narrow = sorted(self.schedule.narrow_gradients)
-        hooked = bytes(gradients.sees_wide(self.leaves[at]) for at in narrow)
-        self.hooked = fabric.begin_agreement(agree.name, detail, text, hooked)
-        self.tickets[agree.ticket] = self.hooked.ticket
+        narrow, summed = marked_gradients(self.schedule, fabric.mesh)
+        marks = [gradients.sees_wide(self.leaves[at]) for at in narrow]
+        shared, leaves = self.schedule.exchanged_shares, self.leaves
+        marks += [not gradients.comes_alone(leaves[at], shared[at]) for at in summed]
+        self.marked = fabric.begin_agreement(agree.name, detail, text, bytes(marks))
+        self.tickets[agree.ticket] = self.marked.ticket
+
+    def _any_marked(self) -> MarkedGradients:
+        """Those of the gradients which ranks mark that any of them has marked."""
+        if self.any_marked is None:
+            assert self.marked is not None, "it was agreed on"
+            self._join(self.marked.ticket)
+            asked = marked_gradients(self.schedule, self._fabric.mesh)
+            some = iter(self.marked.every.amax(0).tolist())
+            self.any_marked = MarkedGradients(
+                *(tuple(at for at in gradients if next(some)) for gradients in asked)
+            )
+        return self.any_marked
 
     def _crosses_wide(self, entry: EntryIndex) -> bool:
         """Whether a gradient that is made narrow is exchanged in its parameter's dtype, as any rank
         has a hook that is to see it so."""
-        if self.widened is None:
-            assert self.hooked is not None, "it was agreed on"
-            self._join(self.hooked.ticket)
-            some = self.hooked.every.amax(0).tolist()
-            rows = zip(sorted(self.schedule.narrow_gradients), some, strict=True)
-            self.widened = {at for at, wide in rows if wide}
-        return entry in self.widened
+        return entry in self._any_marked().narrow
+
+    def _sums_within_groups(self, entry: EntryIndex) -> bool:
+        """Whether a gradient is summed up within each group of ranks, as on no rank anything is to
+        be added to it before."""
+        if self._fabric.mesh.replicas == 1 or entry not in self.schedule.exchanged_shares:
+            return False
+        return entry not in self._any_marked().collected
 
     def _gather(self, gather: Gather) -> None:
         whole = self.store.arena.slot(gather.slot.address, gather.nbytes)
@@ -845,12 +859,15 @@ class _Call:
             wide_bytes = grad.numel() * cast.dtype.itemsize
             self._expect(wide_bytes, self.schedule.departing_bytes)
             grad, narrow = grad.to(cast.dtype), False
+        dtype = None
+        if self._sums_within_groups(x.entry):
+            dtype = grad.dtype if cast is None else cast.dtype
         seen, grad = grad, self.gradients.exchanged.before(leaf, grad, narrow, x.is_tile)
         # Hooks may have changed it, and it may be a copy: compute has got further than `x.after`.
         after: Sequence[Ticket] = [*self._after(x.after), self.store.device.mark()]
         if not x.is_tile:
             grad, after = self.gradients.exchanged.with_sum(leaf, grad, after)
-        made = self._fabric.exchange(grad, entry.partition, entry.name, after, x.tile)
+        made = self._fabric.exchange(grad, entry.partition, entry.name, after, x.tile, dtype)
         self.values[x.register], self.tickets[x.ticket] = made, made.ticket
         if wide_bytes:
             self.in_flight.note(seen, made.ticket)

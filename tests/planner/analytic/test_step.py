@@ -181,6 +181,11 @@ def test_a_job_that_does_not_fit_the_machine_is_refused(fields, said):
         step_time(Job(SHAPE, **fields), machine(4, 4))
 
 
+def test_groups_that_hold_the_same_are_no_matter_of_shapes():
+    with pytest.raises(ConfigInvalid, match="replicas=2 is not reckoned from shapes"):
+        step_time(Job(SHAPE), replace(machine(4, 4), replicas=2))
+
+
 def test_a_dtype_without_a_rate_is_refused():
     with pytest.raises(ConfigInvalid, match="has no rate on tested"):
         step_time(job(), machine(), Assumptions(dtype="bfloat16"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zcompile.config import Config, build
+from zcompile.config import Config, build, is_mesh
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.dry_run.device import CPU, DryRunDevice, blank_like
 from zcompile.frontend.dry_run.ranks import DryRunFabric
@@ -192,6 +192,15 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     found = machine_for(config, stand_in, _capacities(config) if here else None)
     if config.ranks_per_node is not None and found.ranks > 1:
         found = replace(found, ranks_per_node=config.ranks_per_node)
+    if is_mesh(config.mesh) and config.mesh.ndim == 2:
+        if config.mesh.size() != found.ranks:
+            raise ConfigInvalid(
+                "mesh",
+                config.mesh,
+                f"has {config.mesh.size()} ranks, and the machine {found.ranks}; give a machine "
+                "with as many",
+            )
+        found = replace(found, replicas=config.mesh.size(0))
     for tier in ("device", "host"):
         if tier not in found.tiers:
             raise ConfigInvalid(
@@ -312,7 +321,7 @@ def _session(terms: Terms) -> DryRunSession:
         partition=terms.partition,
     )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
-    fabric = DryRunFabric(machine.ranks) if machine.ranks > 1 else None
+    fabric = DryRunFabric(machine.mesh) if machine.ranks > 1 else None
     return DryRunSession(config, device, terms.emulates, tiers, terms.ways, fabric)
 
 

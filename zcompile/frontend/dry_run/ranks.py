@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zcompile.frontend.dry_run.device import blank
 from zcompile.ir.partition import Partition, SharedRange
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.ranks.fabric import Exchanged, Fabric, Marked, received
 from zcompile.runtime.transfer.ticket import Promise, Ticket
@@ -25,10 +26,10 @@ def _done() -> Promise:
 
 
 class DryRunFabric(Fabric):
-    """Rank 0 of `size` ranks, the others of which are nowhere."""
+    """Rank 0 of those of a mesh, the others of which are nowhere."""
 
-    def __init__(self, size: int) -> None:
-        self.rank, self.size = 0, size
+    def __init__(self, mesh: RankMesh) -> None:
+        self.rank, self.shard, self.size, self.mesh = 0, 0, mesh.ranks, mesh
 
     @property
     def ranks_on_this_host(self) -> int:
@@ -62,8 +63,11 @@ class DryRunFabric(Fabric):
         name: str,
         after: Sequence[Ticket],
         tile: SharedRange | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Exchanged:
-        return _parts(received(flat, partition, tile), flat.dtype)
+        of_groups = dtype is not None and partition is not None and self.mesh.replicas > 1
+        made = _parts(received(flat, partition, tile), flat.dtype)
+        return made._replace(of_groups=of_groups)
 
     def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
         return [_parts(flat.numel(), flat.dtype) for flat in flats]
@@ -101,7 +105,13 @@ class DryRunFabric(Fabric):
         return
 
     def totals(self, reset: bool = False) -> dict[str, Any]:
-        return {"rank": self.rank, "ranks": self.size, "bytes": {}, "seconds": {}}
+        return {
+            "rank": self.rank,
+            "ranks": self.size,
+            "replicas": self.mesh.replicas,
+            "bytes": {},
+            "seconds": {},
+        }
 
 
 def _parts(count: int, dtype: torch.dtype) -> Exchanged:

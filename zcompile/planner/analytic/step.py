@@ -147,6 +147,9 @@ class Rates:
             raise ConfigInvalid(
                 "mp", job.mp, f"does not divide the {machine.ranks_per_node} ranks of a node"
             )
+        if machine.replicas > 1:
+            why = "is not reckoned from shapes, where all ranks hold one model; give a model, or 1"
+            raise ConfigInvalid("replicas", machine.replicas, why)
         for what in ("weights", "optimizer", "checkpoints"):
             if (tier := getattr(job, what)) not in machine.tiers:
                 raise ConfigInvalid(

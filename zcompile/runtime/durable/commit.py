@@ -227,7 +227,8 @@ class CommitLog:
         }
         owners = {n: part.owner for n, part in parts.items() if part.owner is not None}
         shares = frozenset(parts)
-        return Sharing(fabric.rank, fabric.size, self.training, shares, fabric.hosts, owners)
+        at, replicas = (fabric.rank, fabric.size), fabric.mesh.replicas
+        return Sharing(*at, self.training, shares, fabric.hosts, owners, replicas)
 
     def take_name(self, training: str) -> None:
         """Let the commits of this rank be of `training`, as those of all are."""

@@ -13,7 +13,13 @@ import torch
 
 from zcompile.errors import DurableDamaged
 from zcompile.runtime.durable.index import INDEX_NAME, Index, switch_index
-from zcompile.runtime.durable.worlds import Commit, Held, held_in, sharing_of
+from zcompile.runtime.durable.worlds import (
+    Commit,
+    Held,
+    directory_of_rank,
+    held_in,
+    sharing_of,
+)
 from zcompile.runtime.io.files import close_or_warn, open_directory
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.ranks.fabric import Fabric
@@ -42,7 +48,7 @@ def settle(path: Path, fabric: Fabric, system: SystemCalls = KERNEL) -> None:
         first = next(rank for rank, row in enumerate(rows.tolist()) if row[0] == serial)
         if lacking := [rank for rank, told in enumerate(trainings) if told != trainings[first]]:
             raise DurableDamaged(
-                path.parent / f"rank-{lacking[0]}-of-{fabric.size}" / INDEX_NAME,
+                directory_of_rank(path.parent, lacking[0], fabric.mesh) / INDEX_NAME,
                 f"commit {serial} of this training, which rank {first} has,",
                 f"is missing on rank {lacking[0]}: its directory is gone, or of another training"
                 f"{_moved(held, serial, lacking[0], fabric, path)}",

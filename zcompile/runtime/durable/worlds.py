@@ -3,6 +3,7 @@
     DIR/zinf.index                   of one process
     DIR/rank-0-of-2/zinf.index       of two ranks, each with its shares
     DIR/rank-1-of-2/zinf.index
+    DIR/rank-3-of-2x2/zinf.index     of four, of which two groups each hold a whole: of the last
 
 A commit of several ranks is one index per rank. Each writes its own beside its last one, and none
 gives it the name of the last before all of them are on their devices. So where one rank has a
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from zcompile.errors import DurableDamaged, Unsupported, ZinfError
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.runtime.durable.index import (
     INDEX_NAME,
     NEW_INDEX_NAME,
@@ -38,14 +40,14 @@ from zcompile.runtime.io.system_calls import SystemCalls
 
 SHARING = "ranks"
 """Key in the meta of a commit of several ranks."""
-_OF_RANK = re.compile("rank-([0-9]{1,6})-of-([0-9]{1,6})")
+_OF_RANK = re.compile("rank-([0-9]{1,6})-of-(?:([0-9]{1,6})x)?([0-9]{1,6})")
 Commit = tuple[Index, bytes]
 """An index, and the bytes of its small tensors."""
 
 
-def directory_of_rank(given: Path, rank: int, ranks: int) -> Path:
+def directory_of_rank(given: Path, rank: int, mesh: RankMesh) -> Path:
     """Where one of several ranks commits, below the directory that the user gives."""
-    return given / f"rank-{rank}-of-{ranks}"
+    return given / f"rank-{rank}-of-{mesh}"
 
 
 def given_for(home: Path) -> Path:
@@ -60,7 +62,8 @@ class Sharing:
     training  the same in the indexes of all ranks, and in none of another training
     shares    names of the tensors of which each rank has a share
     hosts     the machine of each rank; none in a commit of an older version
-    owners    of those of which one rank has everything: name -> rank
+    owners    of those of which one rank has everything: name -> which one of its group
+    replicas  how many groups of the ranks each hold a whole
     """
 
     rank: int
@@ -69,10 +72,16 @@ class Sharing:
     shares: frozenset[str]
     hosts: tuple[str, ...] = ()
     owners: Mapping[str, int] = field(default_factory=dict)
+    replicas: int = 1
+
+    @property
+    def mesh(self) -> RankMesh:
+        return RankMesh(self.ranks, self.replicas)
 
     def to_meta(self) -> dict[str, object]:
         """For the meta of an index."""
         told = {"rank": self.rank, "ranks": self.ranks, "training": self.training}
+        told |= {"replicas": self.replicas} if self.replicas > 1 else {}
         shares = {"shares": sorted(self.shares), "hosts": [*self.hosts]}
         return {SHARING: {**told, **shares, **({"owners": self.owners} if self.owners else {})}}
 
@@ -101,11 +110,15 @@ def sharing_of(index: Index, path: Path) -> Sharing | None:
         and isinstance(owners := told.get("owners", {}), dict)
         and set(owners) <= set(told["shares"])
         and all(type(owner) is int and 0 <= owner < told["ranks"] for owner in owners.values())
+        and type(replicas := told.get("replicas", 1)) is int
+        and replicas > 0
+        and told["ranks"] % replicas == 0
     )
     if not sound:
         raise DurableDamaged(path, "the index", "does not say soundly whose share it is of")
     shares = frozenset(told["shares"])
-    return Sharing(told["rank"], told["ranks"], told["training"], shares, tuple(hosts), owners)
+    rank, ranks, training = told["rank"], told["ranks"], told["training"]
+    return Sharing(rank, ranks, training, shares, tuple(hosts), owners, replicas)
 
 
 @dataclass(frozen=True)
@@ -219,8 +232,10 @@ def _worlds_in(
         if last is not None and sharing_of(last[0], given / INDEX_NAME) is None:
             yield last[0].serial, [given], [last]
         names = [match for name in directory.names() if (match := _OF_RANK.fullmatch(name))]
-    for ranks in sorted({int(match[2]) for match in names}):
-        paths = [directory_of_rank(given, rank, ranks) for rank in range(ranks)]
+    shapes = {(int(match[2] or 1), int(match[3])) for match in names}
+    for replicas, shards in sorted(shapes):
+        mesh = RankMesh(replicas * shards, replicas)
+        paths = [directory_of_rank(given, rank, mesh) for rank in range(mesh.ranks)]
         held = [_held_at(path, system) for path in paths]
         serials = [one.last[0].serial for one in held if one is not None and one.last is not None]
         if serials:

@@ -19,6 +19,10 @@ That is so for a contribution that is all that the backward brings. Of any other
 brings is added up first, as autograd does, so that the sum of before crosses by itself, and so does
 one to which the backward brings nothing.
 
+Where several groups of ranks each hold a whole, each sums up what its ranks bring, and these sums
+are added one after the other. Where a rank has more of a gradient to add up before, the parts of
+all ranks come to each that holds the share, and are added up there in the same order.
+
 A gradient that leaves in tiles is exchanged tile by tile, and each tile becomes part of `.grad` as
 a whole one does: so it has the bits of one process with the same tiles. A rank has a part of a
 tile, or nothing.
@@ -157,6 +161,19 @@ class ExchangedGradients:
             return False
         return bool(hooks_of(param)[0]) or self._unexchanged.is_held_by(param)
 
+    def comes_alone(self, leaf: Leaf, in_tiles: bool) -> bool:
+        """Whether ranks may sum up the next gradient of the parameter as it comes: nothing else is
+        to be added to what this rank makes of it.
+
+        in_tiles  it comes so
+        """
+        param = accumulating_parameter(leaf)
+        if param is None:
+            return True
+        if (current_pass(), leaf.key) in self._sums or not self._comes_alone(param):
+            return False
+        return not (in_tiles and self._unexchanged.is_held_by(param))
+
     def before(
         self, leaf: Leaf, grad: Tensor, narrow: bool = False, is_tile: bool = False
     ) -> Tensor:
@@ -270,7 +287,7 @@ class ExchangedGradients:
             return
         self._exchange_the_rest_at_the_end()
         key = current_pass(), leaf.key
-        if key not in self._sums and self._comes_alone(param):
+        if self._is_all_of_it(param, exchanged, key not in self._sums and self._comes_alone(param)):
             self._finalize(_PassParts(param, dtype, exchanged))
         elif (before := self._sums.get(key)) is not None:
             sums = self._fabric.added(before.exchanged, exchanged, dtype)
@@ -278,6 +295,15 @@ class ExchangedGradients:
         else:
             self._flush_at_the_end_of(key[0])
             self._sums[key] = _PassParts(param, dtype, exchanged)
+
+    def _is_all_of_it(self, param: Any, exchanged: Exchanged, alone: bool) -> bool:
+        """Whether what the ranks have exchanged is all that a pass brings to a gradient.
+
+        alone  it is, of what this rank makes; with several groups all ranks have agreed on that
+        """
+        if param.entry.partition is None or self._fabric.mesh.replicas == 1:
+            return alone
+        return exchanged.of_groups
 
     def take_tile(
         self,
@@ -301,7 +327,8 @@ class ExchangedGradients:
         key, dtype = (current_pass(), leaf.key), grad.dtype
         first = offset if tile is None else tile.home[0] // grad.element_size()
         alone = self._comes_alone(param) and not self._unexchanged.is_held_by(param)
-        if key in self._tiled or (key not in self._sums and alone):
+        alone = self._is_all_of_it(param, exchanged, alone and key not in self._sums)
+        if key in self._tiled or alone:
             self._bring_home(key, param, grad, first, exchanged)
             return
         if key not in self._sums:
@@ -401,9 +428,10 @@ class ExchangedGradients:
             exchanged = self._exchanged_now(param, flat.clone())
             exchanged = self._fabric.added(before.exchanged, exchanged, grad.dtype)
         elif self._unexchanged.is_held_by(param):
-            exchanged = self._exchanged_now(param, *self._added_to_sum(param, flat.clone()))
+            flat, after = self._added_to_sum(param, flat.clone())
+            exchanged = self._exchanged_now(param, flat, after, dtype=grad.dtype)
         else:
-            exchanged = self._exchanged_now(param, flat.clone())
+            exchanged = self._exchanged_now(param, flat.clone(), dtype=grad.dtype)
         self._make_or_add(_PassParts(param, grad.dtype, exchanged))
         self.land()
 
@@ -413,18 +441,21 @@ class ExchangedGradients:
         flat: Tensor,
         after: Sequence[Ticket] = (),
         what: str = "a gradient that was made outside of compiled graphs",
+        dtype: torch.dtype | None = None,
     ) -> Exchanged:
         """Let the ranks exchange a gradient that no schedule has; they agree on that first.
 
-        flat  [numel], which nobody changes; complete once all of `after` is, or compute has come so
-              far
+        flat   [numel], which nobody changes; complete once all of `after` is, or compute has come
+               so far
+        dtype  of the gradient, if nothing is to be added to what this rank has of it; else None
         """
         name, part = param._name_in_store(), param.entry.partition
-        self._fabric.agree(
-            f"exchange {what}", *(name, tuple(param.size()), flat.dtype), text=f"of {name!r}"
-        )
+        detail = [name, tuple(param.size()), flat.dtype]
+        if part is not None and self._fabric.mesh.replicas > 1:
+            detail.append(dtype)  # by which groups sum it up, or do not
+        self._fabric.agree(f"exchange {what}", *detail, text=f"of {name!r}")
         after = [*after, *self._store.computed(flat)]
-        return self._fabric.exchange(flat, part, name, after)  # type: ignore[no-any-return]
+        return self._fabric.exchange(flat, part, name, after, None, dtype)  # type: ignore[no-any-return]
 
     # --- What ranks have summed by themselves ---
 
@@ -455,17 +486,17 @@ class ExchangedGradients:
                 if len(crossing) == MOST_CROSSING:
                     crossing.popleft().wait()
                 grad: Any = param.grad
-                exchanged = self._exchanged_sum(param)
+                exchanged = self._exchanged_sum(param, grad.dtype)
                 crossing.append(exchanged.ticket)
                 self._make_or_add(_PassParts(param, grad.dtype, exchanged))
                 self.land()
 
-    def _exchanged_sum(self, param: Any) -> Exchanged:
+    def _exchanged_sum(self, param: Any, dtype: torch.dtype | None = None) -> Exchanged:
         """Let the ranks exchange what they have summed of a gradient, which is the parameter's
-        gradient no more."""
+        gradient no more; `dtype`: as of `_exchanged_now`."""
         total, read = self._read_sum(param)
         what = "what micro-batches have summed"
-        exchanged = self._exchanged_now(param, total, (read,), what)
+        exchanged = self._exchanged_now(param, total, (read,), what, dtype)
         param.grad = None
         return exchanged
 

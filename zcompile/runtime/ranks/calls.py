@@ -2,16 +2,39 @@
 
 That is up to the schedule, and to the names and partitions of the entries of the call: so the
 digest of a call is made once, and known in each later step.
+
+Beside that each rank marks gradients, by facts that may differ from rank to rank and that all of
+them follow if any has them.
 """
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
-from zcompile.ir.schedule import Schedule
+from zcompile.ir.rank_mesh import RankMesh
+from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.runtime.ranks.fabric import digest_of
 from zcompile.runtime.store.store import Entry
 
 MOST_KEPT = 1024
 """Digests that are remembered: one for each schedule, and each of the layers that it serves."""
+
+
+class MarkedGradients(NamedTuple):
+    """Entries of gradients that ranks mark, in order.
+
+    narrow     made in a narrower dtype, which a rank marks that has hooks of them
+    collected  to be summed up within each group of ranks, which a rank marks that has more of them
+               to add up before
+    """
+
+    narrow: tuple[EntryIndex, ...]
+    collected: tuple[EntryIndex, ...]
+
+
+def marked_gradients(schedule: Schedule, mesh: RankMesh) -> MarkedGradients:
+    """The gradients that ranks may mark before a call."""
+    shared = sorted(schedule.exchanged_shares) if mesh.replicas > 1 else ()
+    return MarkedGradients(tuple(sorted(schedule.narrow_gradients)), tuple(shared))
 
 
 class CallDigests:

@@ -5,6 +5,10 @@ in the order in which they were handed over, to which every rank hands them over
 agreed before bytes move: each compiled call, and each op outside of one that concerns several
 ranks, first compares what all ranks are about to do, and how. What differs raises on all of them.
 
+Where groups of ranks each hold a whole (`ir/rank_mesh.py`), a whole is gathered within each group,
+and a gradient is exchanged and summed up there; what the groups have made of a share crosses
+between the ranks that hold it, on a lane of its own.
+
 A collective is messages between pairs of ranks, each into the place where its bytes belong; what
 lies in the memory of a device passes memory of the host (`transport.py`). Between memories of the
 host, while a lane waits for the messages of one collective, those of the next ones are on their way
@@ -40,11 +44,13 @@ from zcompile.ir.partition import (
     exchanged,
     gathered,
     in_bucket,
+    summed_over_replicas,
 )
+from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.progress import BOARD
-from zcompile.runtime.ranks.link import RankLink
+from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
 from zcompile.runtime.ranks.transport import (
     LONGEST,
@@ -64,7 +70,8 @@ from zcompile.runtime.transfer.ticket import Promise, Reporting, Ticket, Workers
 
 log = logging.getLogger(__name__)
 
-LANES = ("agree", "gather", "exchange")
+LANES = ("agree", "gather", "exchange", "replicate")
+"""The last one only where several groups each hold a whole."""
 TAGS = 1 << 24
 """The first tag of a message: in a group of the user's, nobody else is likely to use those."""
 MOST_BEGUN = 16
@@ -160,6 +167,7 @@ class _Posts:
 
     memory    all that is read or written
     after     complete before they begin
+    link      that they pass
     bring     called before they do: what this rank itself brings
     is_alone  they begin when those before them have ended, and those behind them when they have
     """
@@ -170,16 +178,17 @@ class _Posts:
         receives: Sequence[Message],
         memory: Sequence[Tensor],
         after: Sequence[Ticket],
+        link: RankLink,
         bring: Callable[[], None] = lambda: None,
         is_alone: bool = False,
     ) -> None:
         self.sends, self.receives, self.bring = sends, receives, bring
-        self.is_alone = is_alone
+        self.link, self.is_alone = link, is_alone
         self._after = after
         self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory]
         self._works: list[Work] | None = None
         self._error: BaseException | None = None
-        self._link: RankLink | None = None
+        self._has_set_out = False
         self.since = 0.0
         """When they set out, on the clock of perf_counter."""
 
@@ -203,17 +212,17 @@ class _Posts:
         )
         return all(apart)
 
-    def set_out(self, link: RankLink) -> None:
-        """From now on, and until they `arrive`, they count as on their way over the link."""
-        self._link, self.since = link, time.perf_counter()
-        link.begins(self.since)
+    def set_out(self) -> None:
+        """From now on, and until they `arrive`, they count as on their way over their link."""
+        self._has_set_out, self.since = True, time.perf_counter()
+        self.link.begins(self.since)
 
     def arrive(self, nbytes: int) -> None:
         """They are over, and `nbytes` have come; 0: they have failed, if they ever set out."""
-        if self._link is not None:
-            self._link.ends(nbytes, self.since, time.perf_counter())
+        if self._has_set_out:
+            self.link.ends(nbytes, self.since, time.perf_counter())
 
-    def begin(self, carrier: HostMessages, link: RankLink) -> None:
+    def begin(self, carrier: HostMessages) -> None:
         """Begin; what goes wrong is raised when their turn has come."""
 
         def note(error: BaseException) -> None:
@@ -222,7 +231,7 @@ class _Posts:
         with Reporting(note):
             for ticket in self._after:
                 ticket.wait()  # it is complete, well or badly
-            self.set_out(link)
+            self.set_out()
             self.bring()
             self._works = carrier.begin(self.sends, self.receives)
 
@@ -309,25 +318,24 @@ class _Lane:
         with self._waits_for(what) as at:
             self._carries.carry(sends, receives, at)
 
-    def posted(self, what: str, posts: _Posts, link: RankLink) -> None:
+    def posted(self, what: str, posts: _Posts) -> None:
         """Carry out a collective, within the job that was handed over with it. Those behind it
         begin meanwhile, as far as they may, if memory of the host is all that is touched and
         nothing paces the link.
 
-        link    told when its bytes set out, and those of others that begin meanwhile
         raises  as of `Messages`
         """
         carrier = self._carries
         if self._holds is None and isinstance(carrier, HostMessages):
             with self._waits_for(what) as at:
-                self._begin_all(posts, carrier, link)
+                self._begin_all(posts, carrier)
                 posts.end(carrier, at)
         else:
-            posts.set_out(link)
+            posts.set_out()
             posts.bring()
             self.messages(what, posts.sends, posts.receives)
 
-    def _begin_all(self, first: _Posts, carrier: HostMessages, link: RankLink) -> None:
+    def _begin_all(self, first: _Posts, carrier: HostMessages) -> None:
         """Begin a collective whose turn has come, and what may begin behind it."""
         with self._lock:
             coming = [row.posts for row in self._coming if row.posts is not None]
@@ -336,7 +344,7 @@ class _Lane:
             if not posts.have_begun:
                 if begun and not posts.may_begin(begun):
                     return
-                posts.begin(carrier, link)
+                posts.begin(carrier)
             if posts.has_failed or posts.is_alone:  # what comes next would be taken for it
                 return
             begun.append(posts)
@@ -405,15 +413,18 @@ class _Lane:
 class Exchanged(NamedTuple):
     """What the ranks have made of one gradient, for the share of this rank, or for all of it.
 
-    parts   [ranks, n]: of each rank, as it was; there once `ticket` is complete
-    bucket  that it crossed in with others, whose parts are all of one dtype; None: with none
-    at      its first element there
+    parts      [ranks, n]: of each rank, as it was; there once `ticket` is complete
+    bucket     that it crossed in with others, whose parts are all of one dtype; None: with none
+    at         its first element there
+    of_groups  the parts are those of groups, [replicas, n]: each is what the ranks of a group have
+               made, scaled and summed up
     """
 
     parts: Tensor
     ticket: Promise
     bucket: "_Bucket | None" = None
     at: int = 0
+    of_groups: bool = False
 
 
 class _Bucket:
@@ -475,31 +486,39 @@ class Fabric:
 
     rank, size  this one, of how many; not those of the world, if the mesh is a part of that
     ranks       of the world, in the order of the mesh
+    mesh        which of them hold shares of one whole
+    shard       which share this one holds
     number      of the session, among those of the same ranks: the same on all of them
     lone_reads  how rank 0 reads alone, on all ranks as long as it does; None: all read together
     """
 
     lone_reads: LoneReading | None = None
 
-    def __init__(self, ranks: Sequence[int], group: Any, timeout_s: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], group: Any, timeout_s: float, replicas: int = 1
+    ) -> None:
         """
-        ranks  of the world, this one among them
-        group  their process group, of gloo; None: they are all of the world, and make one of
-               their own
+        ranks     of the world, this one among them
+        group     their process group, of gloo; None: they are all of the world, and make one of
+                  their own
+        replicas  how many groups of them hold a whole each, one behind the other
         """
         self.ranks = tuple(ranks)
         self.number = number = _SESSIONS[self.ranks]
         self.rank, self.size = list(ranks).index(dist.get_rank()), len(ranks)
+        self.mesh = RankMesh(self.size, replicas)
+        self.shard = self.mesh.shard_of(self.rank)
         self._error: BaseException | None = None
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pending: set[Promise] = set()
         self._calls = 0
         self.ranks_per_node = self.size
-        self.link = RankLink()
-        self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in LANES}
+        self.links = LinksOfMesh.all_one(RankLink())
+        lanes = LANES if replicas > 1 else LANES[:-1]
+        self.moved: dict[str, list[float]] = {lane: [0, 0.0] for lane in lanes}
         """Lane -> bytes that this rank has sent, and seconds that its collectives took, in all."""
-        self._told = {lane: (0.0, 0.0) for lane in LANES}
+        self._told = {lane: (0.0, 0.0) for lane in lanes}
         """As `moved`, when `totals` were reset last."""
         # First through the store: what makes a group waits for a rank that never comes.
         found = store_of_ranks(f"zcompile/{'-'.join(map(str, ranks))}/{number}")
@@ -510,7 +529,7 @@ class Fabric:
             group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
         with ExitStack() as undo:
             self._lanes = {}
-            for at, name in enumerate(LANES):
+            for at, name in enumerate(lanes):
                 tag = TAGS + number * len(LANES) + at
                 self._lanes[name] = _Lane(name, group, tag, self._crashed)
                 undo.callback(self._lanes[name].stop)
@@ -524,14 +543,14 @@ class Fabric:
         """How many ranks share this machine."""
         return self._hosts.count(self._hosts[self.rank])
 
-    def over(self, link: RankLink, ranks_per_node: int) -> None:
-        """Take this for the link between ranks from here on, on all of them alike: who has a
+    def over(self, links: LinksOfMesh, ranks_per_node: int) -> None:
+        """Take these for the links between ranks from here on, on all of them alike: who has a
         throttle sends more messages than who has none.
 
         ranks_per_node  one behind the other
         """
-        self.link, self.ranks_per_node = link, ranks_per_node
-        for lane in self._lanes.values() if link.is_paced else ():
+        self.links, self.ranks_per_node = links, ranks_per_node
+        for lane in self._lanes.values() if any(link.is_paced for link in links) else ():
             lane.pace()
 
     def carry_for(self, device: Device) -> None:
@@ -546,7 +565,7 @@ class Fabric:
 
     def _doing(self) -> str:
         """What long work this rank does, or holds back; "": none."""
-        return BOARD.doing() or self.link.holding()
+        return BOARD.doing() or next(filter(None, (link.holding() for link in self.links)), "")
 
     def _waiting(self) -> list[Waiting]:
         found = (lane.waiting for lane in self._lanes.values())
@@ -666,11 +685,12 @@ class Fabric:
         return found
 
     def sums(self, rows: Tensor, largest: bool = False) -> Tensor:
-        """The sums, or the largest, over ranks of numbers that each rank has: float64 [n].
+        """The sums, or the largest, over shares of numbers that ranks have of theirs: float64 [n].
 
-        Added in the order of ranks, so that all have the same bits.
+        Added in the order of shares, so that all have the same bits; who holds the same share has
+        the same numbers.
         """
-        parts = self.rows(rows)
+        parts = self.rows(rows)[[*self.mesh.group_of(self.rank)]]
         if largest:
             return parts.amax(0)
         total = parts[0].clone()
@@ -685,8 +705,8 @@ class Fabric:
         gather."""
         if tile is not None:
             return tile.own
-        each = whole.numel() // self.size
-        return self.rank * each, (self.rank + 1) * each
+        each = whole.numel() // self.mesh.shards
+        return self.shard * each, (self.shard + 1) * each
 
     def gathered(
         self, name: str, partition: Partition, itemsize: int, read: Callable[[Tensor], Ticket]
@@ -702,11 +722,11 @@ class Fabric:
         whole = partition.numel * itemsize
         who = "" if owner is None else f", which rank {owner} holds"
         self.agree("read", name, whole if who else nbytes, owner, text=f"{name!r}{who}")
-        lent = nbytes * self.size if owner is None else max(nbytes, whole)
+        lent = nbytes * partition.ranks if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it
             memory = host_memory(1, lent, torch.uint8)[0]
         if owner is None:
-            self.gather(memory, name, [read(memory[nbytes * self.rank :][:nbytes])]).wait()
+            self.gather(memory, name, [read(memory[nbytes * partition.rank :][:nbytes])]).wait()
         else:
             # Padding is read too, behind what the owner holds, or where its bytes will come.
             came, tile = read(memory[:nbytes]), partition.range_of(itemsize)
@@ -720,20 +740,23 @@ class Fabric:
         after: Sequence[Ticket],
         tile: SharedRange | None = None,
     ) -> Promise:
-        """Start bringing the shares of all ranks together, or what they have of a tile.
+        """Start bringing the shares of a whole together, or what ranks have of a tile: those of
+        this rank's group.
 
         whole   uint8 [ranks * n], or [tile.nbytes], on the host or the device; what this rank
                 brings lies in its place once all of `after` is complete. The thread of the lane
                 waits for that, and the promise is kept when the device has it all
         """
+        mesh = self.mesh
         if tile is None:
-            shares = list(whole.view(self.size, -1))
+            shares = list(whole.view(mesh.shards, -1))
         else:
-            shares = [whole[slice(*tile.of_rank(r))] for r in range(self.size)]
-        own, others = shares[self.rank], self._others()
-        crossing, what = gathered(whole.numel(), self.size, tile), f"gather {name!r}"
-        sends, receives = [(r, own) for r in others], [(r, shares[r]) for r in others]
-        posts = _Posts(sends, receives, (whole,), after)
+            shares = [whole[slice(*tile.of_rank(shard))] for shard in range(mesh.shards)]
+        own, others = shares[self.shard], self._others(mesh.group_of(self.rank))
+        crossing, what = gathered(whole.numel(), mesh.shards, tile), f"gather {name!r}"
+        sends = [(r, own) for r in others]
+        receives = [(r, shares[mesh.shard_of(r)]) for r in others]
+        posts = _Posts(sends, receives, (whole,), after, self.links.of_group)
         sent = own.numel() * len(others)
         return self._submit_posts("gather", what, posts, crossing, after, sent)
 
@@ -744,6 +767,7 @@ class Fabric:
         name: str,
         after: Sequence[Ticket],
         tile: SharedRange | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Exchanged:
         """Start giving every rank the parts of all ranks' gradients that are for it.
 
@@ -751,25 +775,63 @@ class Fabric:
                    ticket is complete. What comes lies in memory of the host
         partition  of the parameter; None: every rank gets all of it
         tile       of the gradient, which is all of `flat`: every rank gets what is of its share
+        dtype      in which parts are added up, where nothing else is to be added to them before:
+                   so what ranks hold shares of is summed up within each group, and these sums cross
+                   between groups; None: the parts of all ranks cross. With one group that is alike
         """
-        others, width = self._others(), flat.element_size()
+        width, mesh = flat.element_size(), self.mesh
         shares = partition.range_of(width) if tile is None and partition is not None else tile
+        within = dtype is not None and shares is not None and mesh.replicas > 1
+        members = mesh.group_of(self.rank) if within else range(self.size)
+        others = self._others(members)
 
         def cut(rank: int) -> Tensor:
-            begin, end = (0, flat.nbytes) if shares is None else shares.of_rank(rank)
+            shard = mesh.shard_of(rank)
+            begin, end = (0, flat.nbytes) if shares is None else shares.of_rank(shard)
             return flat[begin // width : end // width]
 
-        parts = host_rows(self.size, received(flat, partition, tile), flat.dtype)
-        crossing = exchanged(flat.nbytes, self.size, shares)
-
+        parts = host_rows(len(members), received(flat, partition, tile), flat.dtype)
+        crossing = exchanged(flat.nbytes, len(members), shares)
         own, lane = cut(self.rank), self._lanes["exchange"]
-        target = parts[self.rank, : own.numel()]
+        target = parts[members.index(self.rank), : own.numel()]
         sends = [(r, cut(r)) for r in others]
-        receives = [(r, parts[r, : own.numel()]) for r in others]
-        posts = _Posts(sends, receives, (flat, parts), after, lambda: lane.bring(target, own))
+        receives = [(r, parts[members.index(r), : own.numel()]) for r in others]
+        link = self.links.of_group if within else self.links.of_all
+        bring = partial(lane.bring, target, own)
+        posts = _Posts(sends, receives, (flat, parts), after, link, bring)
         sent = sum(part.numel() for _, part in sends) * width
         what = f"exchange the gradient of {name!r}"
-        return Exchanged(parts, self._submit_posts("exchange", what, posts, crossing, after, sent))
+        ticket = self._submit_posts("exchange", what, posts, crossing, after, sent)
+        made = Exchanged(parts, ticket)
+        if not within:
+            return made
+        assert dtype is not None, "sums cross"
+        assert shares is not None, "ranks hold shares"
+        wide = shares.in_nbytes(flat.numel() * dtype.itemsize)
+        return self._over_replicas(made, wide, dtype, name)
+
+    def _over_replicas(
+        self, made: Exchanged, shares: SharedRange, dtype: torch.dtype, name: str
+    ) -> Exchanged:
+        """Start giving every rank what each group has made of its share: the sums, in `dtype`, of
+        the parts in `made`, which are of this rank's group.
+
+        shares  how ranks hold the gradient, or the tile of it, in `dtype`
+        """
+        mesh, own = self.mesh, shares.own_nbytes // dtype.itemsize
+        members = mesh.replicas_of(self.rank)
+        rows = host_rows(mesh.replicas, made.parts.shape[1], dtype)
+        group = rows[members.index(self.rank)]
+        summed = self._after(made, partial(self._fold, made.parts, group, Tensor.mul_))
+        others = self._others(members)
+        sends = [(r, group[:own]) for r in others]
+        receives = [(r, rows[members.index(r), :own]) for r in others]
+        posts = _Posts(sends, receives, (rows,), (summed,), self.links.of_replicas)
+        sent = own * dtype.itemsize * len(others)
+        crossing = summed_over_replicas(shares, mesh.replicas)
+        what = f"sum the gradient of {name!r} over groups"
+        ticket = self._submit_posts("replicate", what, posts, crossing, (summed,), sent)
+        return Exchanged(rows, ticket, of_groups=True)
 
     def exchange_all(self, flats: Sequence[Tensor], after: Sequence[Ticket]) -> list[Exchanged]:
         """As `exchange` of several small gradients, each of which every rank gets whole: in one
@@ -788,7 +850,7 @@ class Fabric:
                 lane.bring(own[begin : begin + size], flat.view(torch.uint8))
 
         sends, receives = [(r, own) for r in others], [(r, parts[r]) for r in others]
-        posts = _Posts(sends, receives, (*flats, parts), after, bring)
+        posts = _Posts(sends, receives, (*flats, parts), after, self.links.of_all, bring)
         crossing, sent = exchanged(ends[-1], self.size), ends[-1] * len(others)
         what = f"exchange {len(flats)} small gradients"
         promise = self._submit_posts("exchange", what, posts, crossing, after, sent)
@@ -855,7 +917,12 @@ class Fabric:
         return Exchanged(made, self._after(tile, place))
 
     def scaled(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
-        """Each part times 1/ranks, in `dtype`, which is that of the parts or wider."""
+        """What is added to a gradient one after the other, in `dtype`, which is that of the parts
+        or wider: each part times 1/ranks; with several groups, the sum of those for each group."""
+        if exchanged.of_groups:
+            return exchanged
+        if self.mesh.replicas > 1:
+            return self._folded_by_group(exchanged, dtype, Tensor.mul_)
         rows = self._as(dtype, exchanged)
 
         def scale() -> None:
@@ -866,9 +933,10 @@ class Fabric:
         return Exchanged(rows, self._after(exchanged, scale))
 
     def folded(self, exchanged: Exchanged, dtype: torch.dtype) -> Exchanged:
-        """The sum of the scaled parts, in the order of ranks and in `dtype`, as parts of one:
-        [1, n]. Parts that are narrower are widened one by one. Those that crossed in a bucket of
-        one dtype are summed with all others of it."""
+        """The sum of the scaled parts in `dtype`, as parts of one: [1, n]. They are added in the
+        order of ranks; with several groups those of each group, then what these come to. Parts that
+        are narrower are widened one by one. Those that crossed in a bucket of one dtype are summed
+        with all others of it."""
         parts, bucket = exchanged.parts, exchanged.bucket
         if bucket is not None and dtype is parts.dtype:
             if bucket.made is None:
@@ -882,18 +950,43 @@ class Fabric:
         self, exchanged: Exchanged, dtype: torch.dtype, scale: Callable[[Tensor, float], Tensor]
     ) -> Exchanged:
         """scale  in place, where nobody needs the parts as they were; else into new memory"""
-        parts = exchanged.parts
-        total = host_memory(1, parts.shape[1], dtype)
+        total = host_memory(1, exchanged.parts.shape[1], dtype)
+        if self.mesh.replicas == 1:
+            fold = partial(self._fold, exchanged.parts, total[0], scale)
+            return Exchanged(total, self._after(exchanged, fold))
+        groups = exchanged
+        if not exchanged.of_groups:
+            groups = self._folded_by_group(exchanged, dtype, scale)
+
+        def add() -> None:
+            total[0] = groups.parts[0]
+            for part in groups.parts[1:]:
+                total[0] += part
+
+        return Exchanged(total, self._after(groups, add))
+
+    def _folded_by_group(
+        self, exchanged: Exchanged, dtype: torch.dtype, scale: Callable[[Tensor, float], Tensor]
+    ) -> Exchanged:
+        """The sums of the scaled parts of each group, in the order of its ranks: [replicas, n]."""
+        parts, mesh = exchanged.parts, self.mesh
+        groups = host_memory(mesh.replicas, parts.shape[1], dtype)
 
         def fold() -> None:
-            for rank, part in enumerate(parts):
-                scaled = scale(part.to(dtype), 1.0 / self.size)
-                if rank:
-                    total[0] += scaled
-                else:
-                    total[0] = scaled
+            each = parts.view(mesh.replicas, mesh.shards, parts.shape[1])
+            for group, total in zip(each, groups, strict=True):
+                self._fold(group, total, scale)
 
-        return Exchanged(total, self._after(exchanged, fold))
+        return Exchanged(groups, self._after(exchanged, fold), of_groups=True)
+
+    def _fold(self, parts: Tensor, total: Tensor, scale: Callable[[Tensor, float], Tensor]) -> None:
+        """Add parts of ranks, each times 1/ranks, one after the other: [ranks, n] to [n]."""
+        for rank, part in enumerate(parts):
+            scaled = scale(part.to(total.dtype), 1.0 / self.size)
+            if rank:
+                total += scaled
+            else:
+                total.copy_(scaled)
 
     @staticmethod
     def _as(dtype: torch.dtype, exchanged: Exchanged) -> Tensor:
@@ -902,12 +995,14 @@ class Fabric:
         return parts if parts.dtype is dtype else host_memory(len(parts), parts.shape[1], dtype)
 
     def _after(self, exchanged: Exchanged, act: Callable[[], object]) -> Promise:
-        """Do something with parts that were exchanged, in the order of the lane."""
+        """Do something with parts that were exchanged, in the order of the lane that they came
+        on."""
 
         def in_turn() -> None:
             act()
 
-        return self._submit("exchange", "add up", in_turn, (exchanged.ticket,), 0)
+        lane = "replicate" if exchanged.of_groups else "exchange"
+        return self._submit(lane, "add up", in_turn, (exchanged.ticket,), 0)
 
     def spread(self, memory: Tensor, name: str) -> None:
         """Give all ranks the bytes of rank 0: uint8 [n]."""
@@ -915,7 +1010,7 @@ class Fabric:
         first, what = self.rank == 0, f"spread {name!r}"
         sends = [(r, memory) for r in self._others()] if first else []
         receives = [] if first else [(0, memory)]
-        posts = _Posts(sends, receives, (memory,), (), is_alone=True)
+        posts = _Posts(sends, receives, (memory,), (), self.links.of_all, is_alone=True)
         crossing = Crossing(0 if first else memory.numel(), memory.numel())
         sent = memory.numel() * len(sends)
         _wait_for(self._submit_posts("gather", what, posts, crossing, (), sent))
@@ -931,7 +1026,7 @@ class Fabric:
         sent, came = (sum(t.numel() for t in some.values()) for some in (sends, receives))
         outward, inward = list(sends.items()), list(receives.items())
         memory = (*sends.values(), *receives.values())
-        posts = _Posts(outward, inward, memory, (), is_alone=True)
+        posts = _Posts(outward, inward, memory, (), self.links.of_all, is_alone=True)
         crossing = Crossing(came, max(sent, came))
         _wait_for(self._submit_posts("gather", what, posts, crossing, (), sent))
 
@@ -949,10 +1044,10 @@ class Fabric:
         return self._submit(lane, what, collect, after, sent, posts)
 
     def _carry(self, lane: str, what: str, posts: _Posts, crossing: Crossing) -> None:
-        """Carry out one collective in its lane, at the pace of the link. raises  PeerGone"""
-        link, came = self.link, 0
+        """Carry out one collective in its lane, at the pace of its link. raises  PeerGone"""
+        link, came = posts.link, 0
         try:
-            self._lanes[lane].posted(what, posts, link)
+            self._lanes[lane].posted(what, posts)
             if link.is_paced:
                 peers = {r for r, tensor in (*posts.sends, *posts.receives) if tensor.numel()}
                 self._lanes[lane].agree_that_over(
@@ -980,7 +1075,7 @@ class Fabric:
                 return
             self._error = error
             pending = list(self._pending)
-        self.link.stop()
+        self.links.stop()
         for promise in pending:
             promise.finish(error)
 
@@ -1030,7 +1125,7 @@ class Fabric:
         if os.getpid() != self._pid:
             return
         self._watch.end()
-        self.link.stop()
+        self.links.stop()
         for lane in self._lanes.values():
             lane.stop()
         self.fail(error)
@@ -1038,9 +1133,14 @@ class Fabric:
     def _crashed(self, error: BaseException) -> None:
         self.fail(error)
 
-    def _others(self) -> list[int]:
-        """The other ranks, this one's neighbour first, so that not all talk to rank 0 at once."""
-        return [(self.rank + n) % self.size for n in range(1, self.size)]
+    def _others(self, members: range | None = None) -> list[int]:
+        """The other ranks, this one's neighbour first, so that not all talk to rank 0 at once.
+
+        members  of those they are, as is this one; None: of all
+        """
+        members = range(self.size) if members is None else members
+        at = members.index(self.rank)
+        return [*members[at + 1 :], *members[:at]]
 
     def _submit(
         self,
@@ -1098,12 +1198,20 @@ class Fabric:
             promise.finish(error)
         return promise
 
-    def bytes_per_s(self) -> float:
-        """The rate at which bytes of other ranks have come, by what collectives have taken so far;
-        over a paced link the highest that there was without its throttle."""
-        if self.link.is_paced:
-            return self.link.best_bytes_per_s or NOMINAL_BYTES_PER_S
-        rows = [self.moved[lane] for lane in ("gather", "exchange")]
+    def bytes_per_s(self, name: str) -> float:
+        """The rate at which bytes of other ranks have come over the link of this name, by what
+        collectives have taken so far; between groups, where that is another link, no higher than
+        within them. If it is paced, the highest that there was without its throttle."""
+        link = self.links.named(name)
+        if link is not None and link.is_paced:
+            return link.best_bytes_per_s or NOMINAL_BYTES_PER_S
+        within = self._lanes_bytes_per_s("gather", "exchange")
+        if link is None or link is self.links.of_group:
+            return within
+        return min(within, self._lanes_bytes_per_s("replicate"))
+
+    def _lanes_bytes_per_s(self, *lanes: str) -> float:
+        rows = [self.moved[lane] for lane in lanes]
         nbytes, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
         return nbytes / seconds if nbytes and seconds else NOMINAL_BYTES_PER_S
 
@@ -1116,6 +1224,7 @@ class Fabric:
         return {
             "rank": self.rank,
             "ranks": self.size,
+            "replicas": self.mesh.replicas,
             "bytes": {lane: int(n - before[lane][0]) for lane, (n, _) in now.items()},
             "seconds": {lane: s - before[lane][1] for lane, (_, s) in now.items()},
         }

@@ -9,10 +9,14 @@ what it takes, and only then tells those that it has exchanged messages with. So
 nowhere before the bytes could have come, had they set out when the last of those that send them
 came to it; and as ranks only wait for a time that they know, and for each other in the order of a
 lane, a throttle cannot make two wait in a circle.
+
+Where groups of ranks each hold a whole, what crosses within a group may pass another link than what
+crosses between groups (`LinksOfMesh`).
 """
 
 import threading
 import time
+from typing import NamedTuple
 
 from zcompile.runtime.device.cpu import Throttle
 
@@ -98,3 +102,34 @@ class RankLink:
     def stop(self) -> None:
         """Hold nothing back any more: the ranks have failed, or the session ends."""
         self._throttle.stop()
+
+
+class LinksOfMesh(NamedTuple):
+    """The links of collectives, by the ranks that these are over: for each the slowest that a ring
+    over them passes. Two that pass the same one share it.
+
+    of_group     those that hold a whole together
+    of_replicas  those that hold the same share
+    of_all       all that train the model
+    """
+
+    of_group: RankLink
+    of_replicas: RankLink
+    of_all: RankLink
+
+    @classmethod
+    def all_one(cls, link: RankLink) -> "LinksOfMesh":
+        return cls(link, link, link)
+
+    def distinct(self) -> list[RankLink]:
+        """Each of the links once."""
+        return list({link.name: link for link in self}.values())
+
+    def named(self, name: str) -> RankLink | None:
+        """The link of this name; None: nothing passes it."""
+        return next((link for link in self if link.name == name), None)
+
+    def stop(self) -> None:
+        """As `RankLink.stop`, each."""
+        for link in self:
+            link.stop()

@@ -89,7 +89,8 @@ class LoneReads:
             whole = host_memory(1, entry.whole_bytes, torch.uint8)[0]
         first, last = _range_of(entry, self._fabric.rank)
         whole[first:last] = _own_of(entry)
-        parts = {rank: whole[slice(*_range_of(entry, rank))] for rank in self._others}
+        group = self._fabric.mesh.group_of(0)[1:]
+        parts = {rank: whole[slice(*_range_of(entry, rank))] for rank in group}
         came = {rank: part for rank, part in parts.items() if part.numel()}
         # Who asks takes the answer, or the next one would be taken for it.
         with self._lock, deferred_interrupts(), told_to_ranks(self._fabric):
@@ -140,6 +141,8 @@ class LoneReads:
             if number == FAILED:
                 return str(raw[:length].decode(errors="replace"))
             entry = self._entries[number]
+            if fabric.rank not in fabric.mesh.group_of(0):
+                continue  # rank 0's group holds all of it
             own = _own_of(entry)
             if own.numel():
                 fabric.deliver(f"send the share of {entry.name!r}", {0: own}, {})
@@ -164,7 +167,7 @@ def _owner_of(entry: Entry) -> int | None:
 
 
 def _range_of(entry: Entry, rank: int) -> tuple[int, int]:
-    """The bytes [first, last) of the tensor that a rank holds."""
+    """The bytes [first, last) of the tensor that a rank of the first group holds."""
     part = entry.partition
     assert part is not None, "ranks hold shares of it"
     itemsize = entry.nbytes // part.count

@@ -527,7 +527,7 @@ class Store:
         )
         self.fabric = fabric
         owned = fabric is not None and config.partition == "owner"
-        self.owners = Owners(fabric.size) if fabric is not None and owned else None
+        self.owners = Owners(fabric.mesh.shards) if fabric is not None and owned else None
         """Choose who holds a tensor; None: each rank holds a slice."""
         self._context = resources.context
         self._mover = resources.mover
@@ -628,7 +628,8 @@ class Store:
                 if self.owners is not None:
                     param = kind is EntryKind.PARAM
                     owner = self.owners.next if param else partial(self._owner_named, name)
-                part = partition_of(layout, self.fabric.rank, self.fabric.size, owner)
+                mesh, shard = self.fabric.mesh, self.fabric.shard
+                part = partition_of(layout, shard, mesh.shards, owner)
         nbytes = layout.nbytes if part is None else part.count * layout.dtype.itemsize
         return self.create(name, kind, nbytes, unset=unset, partition=part)
 

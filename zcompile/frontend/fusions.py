@@ -147,7 +147,7 @@ class FusionCompiler:
             return compiled, facts
 
         number = self.counts.compiled + self.counts.loaded + len(self.counts.refused) + 1
-        with working(f"Inductor compiles region {number}"):
+        with working(f"Inductor compiles fusion {number}"):
             done = _on_a_thread(compile_it, self._device)
         if isinstance(done, Exception):
             return _first_line(done)

@@ -1,6 +1,7 @@
 """Block-sparse attention: a model of long sequences trains and infers by one of four layouts.
 
     python examples/sparse_attention.py --layout bigbird --tokens 1024
+    python examples/sparse_attention.py --regions inductor      # skips what nobody reads
 
 On CUDA both go by `flex_attention`; on the CPU, where that has no backward, training goes by the
 dense reference, and what is inferred afterwards by `flex_attention` is compared with it.
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--regions", choices=("eager", "inductor"), default="eager")
     args = parser.parse_args()
     # In eager regions flex_attention computes all pairs under a mask, and warns of it.
     warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
@@ -82,7 +84,8 @@ def main() -> None:
     pattern = Pattern(LAYOUTS[args.layout], HEADS, args.tokens, args.block, args.device)
     print(f"{args.layout}: {pattern.share:.0%} of the pairs of blocks are read")
     model = Model(args.width, args.layers, pattern)
-    zcompile.offload(model, device=args.device, device_memory="256MiB", host_memory="256MiB")
+    memory = {"device_memory": "256MiB", "host_memory": "256MiB"}
+    zcompile.offload(model, device=args.device, regions=args.regions, **memory)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     compiled = torch.compile(model, backend="zinf")
     model.attends_by("dense" if args.device == "cpu" else "flex")

@@ -1,12 +1,26 @@
 """Layouts of block-sparse attention: what each reads, block by block, and what computes it."""
 
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import absent_card
 import pytest
 import torch
-from torch import Tensor, nn
+from fusion_models import allocated_at_most
+from torch import Tensor, fx, nn
 from torch.nn.attention import flex_attention as torchs
 
 import zcompile
 from zcompile.errors import LayoutInvalid, Unsupported
+from zcompile.frontend import fusions
+from zcompile.ir.fusions import made_by, read_by
+from zcompile.ir.torch_compat import Compiled, CompiledFacts
 from zcompile.sparse_attention import BigBird, Fixed, Longformer, Pattern, Variable, attend
 
 LAYOUTS = {
@@ -134,9 +148,10 @@ class Block(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
-def tiered(pattern: Pattern, by: str) -> Block:
+def tiered(pattern: Pattern, by: str, **fields: Any) -> Block:
     model = Block(pattern, by)
-    zcompile.offload(model, device="cpu", device_memory="8MiB", host_memory="16MiB")
+    known = {"device": "cpu", "device_memory": "8MiB", "host_memory": "16MiB"}
+    zcompile.offload(model, **{**known, **fields})
     torch._dynamo.reset()
     return model
 
@@ -152,6 +167,156 @@ def test_a_compiled_model_infers_as_eager(by):
     with torch.no_grad():
         made = torch.compile(model, backend="zinf")(X)
         assert torch.equal(made, Block(pattern, by)(X))
+
+
+# --- Regions by Inductor ---
+
+OWN = Pattern(Longformer(window=1, shared=()), heads=2, tokens=300, block=128)
+"""A token reads the tile that it is in, and no other; the last is not whole."""
+LONG = torch.randn(2, OWN.tokens, 16, generator=torch.Generator().manual_seed(1))
+
+
+def infers(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.compile(model, backend="zinf")(x).clone()
+
+
+@pytest.mark.parametrize("regions", ["inductor", "eager"])
+def test_inductor_computes_no_tile_that_nobody_reads(regions):
+    """Zero times NaN is NaN: where it is computed, it shows, as it does by eager's formula."""
+    model = tiered(OWN, "flex", regions=regions)
+    clean = infers(model, LONG)
+    torch.testing.assert_close(clean, Block(OWN, "dense")(LONG), rtol=1e-5, atol=1e-6)
+    spoiled = LONG.clone()
+    spoiled[:, 128:256] = torch.nan
+    made = infers(model, spoiled)
+    assert made[:, 128:256].isnan().all()
+    others = torch.cat([made[:, :128], made[:, 256:]], 1)
+    if regions == "eager":
+        assert others.isnan().all()
+        return
+    assert torch.equal(others, torch.cat([clean[:, :128], clean[:, 256:]], 1))
+    assert zcompile.stats(model)["fusions"]["refused"] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fixed, causal, patterns", "variable", "bigbird, causal"])
+def test_inductor_computes_the_bits_of_torch_compile(layout):
+    pattern = Pattern(LAYOUTS[layout], heads=2, tokens=300, block=64)
+    made = infers(tiered(pattern, "flex", regions="inductor"), LONG)
+    torch._dynamo.reset()
+    plain = Block(pattern, "flex")
+    with torch.no_grad():
+        assert torch.equal(made, torch.compile(plain)(LONG))
+
+
+class Masks(nn.Module):
+    """One sum of attention under several masks, which are told apart by their rules alone."""
+
+    def __init__(self, *rules: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.masks = [
+            torchs.create_block_mask(rule, None, None, 256, 256, device="cpu") for rule in rules
+        ]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return sum(torchs.flex_attention(x, x, x, block_mask=mask) for mask in self.masks)
+
+
+def back(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def ahead(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return key >= query
+
+
+def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query - key <= torch.tensor([3])[0]
+
+
+SQUARE = torch.randn(1, 2, 256, 8, generator=torch.Generator().manual_seed(2))
+
+
+def with_masks(
+    monkeypatch: pytest.MonkeyPatch, *rules: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What regions by Inductor compute, what eager does, and counts of fusions. What Inductor is
+    given is run as it is, which takes no compiler."""
+
+    def as_it_is(gm: fx.GraphModule, *_: Any, **options: Any) -> Compiled:
+        return Compiled(gm.forward, None, CompiledFacts(0, 1, (None,)))
+
+    monkeypatch.setattr(fusions, "compile_by_inductor", as_it_is)
+    monkeypatch.setattr(fusions._Kept, "write_facts", lambda *_: None)
+    torch._dynamo.reset()
+    plain, model = Masks(*rules), Masks(*rules)
+    fields = {"device": "cpu", "device_memory": "16MiB", "host_memory": "16MiB"}
+    zcompile.offload(model, regions="inductor", **fields)
+    with torch.no_grad():
+        return infers(model, SQUARE), plain(SQUARE), zcompile.stats(model)["fusions"]
+
+
+def test_a_mask_is_compiled_once_and_not_taken_for_another(monkeypatch):
+    found, wanted, counts = with_masks(monkeypatch, back, ahead, back)
+    assert torch.equal(found, wanted)
+    assert counts["refused"] == {}
+    assert counts["distinct"] == 2, "what lies between is one op each, left to eager"
+
+
+def test_a_mask_with_numbers_of_its_own_is_left_to_eager(monkeypatch):
+    found, wanted, counts = with_masks(monkeypatch, near)
+    assert torch.equal(found, wanted)
+    (why,) = counts["refused"].values()
+    assert "has constants of its own" in why
+
+
+def test_what_attention_takes_is_far_less_than_all_pairs(monkeypatch):
+    """Its result counts; tiles of each thread are what the kernel takes for itself."""
+    seen = []
+
+    class Seen(fusions.FusionCompiler):
+        def __call__(self, nodes):
+            fused = super().__call__(nodes)
+            seen.append((fused, [n.meta["val"] for n in read_by(nodes, made_by(nodes))]))
+            return fused
+
+    monkeypatch.setattr(fusions, "FusionCompiler", Seen)
+    infers(tiered(OWN, "flex", regions="inductor"), LONG)
+    ((fused, fakes),) = seen
+    values = [torch.empty_strided(f.size(), f.stride(), dtype=f.dtype).zero_() for f in fakes]
+    assert fused.nbytes == LONG.nbytes
+    pairs = 2 * 2 * OWN.tokens**2 * 4
+    assert fused.nbytes <= allocated_at_most(fused.call, values) < pairs / 3
+
+
+@pytest.mark.slow
+def test_inductor_writes_kernels_for_a_gpu_in_both_phases():
+    """Without one: the code is written and looked at. Its memory is known; it calls no library."""
+    pytest.importorskip("triton")
+    helpers = Path(absent_card.__file__)
+    paths = (helpers.parent, Path(zcompile.__file__).parent.parent)
+    ran = subprocess.run(
+        [sys.executable, str(helpers)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(ran.stdout.splitlines()[-1])
+    value, row = (4 * math.prod(size) for size in ((2, 2, 256, 64), (2, 2, 256)))
+    # Beside what it returns, the largest score of each row; and for gradients, a sum of each.
+    assert told["forward"]["nbytes"] == value + 2 * row
+    assert told["backward"]["nbytes"] == 3 * value + row
+    for phase, kernels in (("forward", 1), ("backward", 2)):
+        assert told[phase]["kernels"] == kernels
+        assert not told[phase]["called"]
+        assert not told[phase]["shared"]
+
+
+# --- Training ---
 
 
 def trained(model: nn.Module, call: nn.Module) -> list[Tensor]:
@@ -175,6 +340,20 @@ def test_a_compiled_model_trains_to_the_bits_of_eager(by, monkeypatch):
     found = trained(model, torch.compile(model, backend="zinf"))
     for a, b in zip(found, wanted, strict=True):
         assert torch.equal(a.cpu(), b)
+
+
+def test_training_that_inductor_has_no_kernel_for_is_left_to_eager(monkeypatch):
+    """As above, by regions of Inductor: it writes a backward for GPUs alone."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda *given: None)
+    monkeypatch.setattr("zcompile.sparse_attention._backward_is_missing", lambda *given: False)
+    pattern = Pattern(Fixed(window=2, causal=True), heads=2, tokens=64, block=16)
+    plain, model = Block(pattern, "flex"), tiered(pattern, "flex", regions="inductor")
+    plain(X).square().mean().backward()
+    torch.compile(model, backend="zinf")(X).square().mean().backward()
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.cpu(), wanted.grad, rtol=1e-5, atol=1e-7)
+    refused = zcompile.stats(model)["fusions"]["refused"]
+    assert {"flex_attention", "flex_attention_backward"} <= set(refused)
 
 
 @pytest.mark.parametrize(

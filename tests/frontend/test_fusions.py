@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fusion_models import MODELS, WithLoss, ids, offloaded, results, seeded
+from fusion_models import MODELS, WithLoss, allocated_at_most, ids, offloaded, results, seeded
 from sampled import sampled, sampled_rows
 from torch import nn
 from torch._inductor import config as inductor
-from torch.profiler import profile
 
 import zcompile
 from zcompile.errors import CompilerMissing
@@ -209,18 +208,6 @@ def test_a_planned_step_holds_what_was_predicted():
         for what in ("activations", "device", "together"):
             assert stats["peak"][what] == stats["predicted"]["peak"][what], what
         zcompile.close(model)
-
-
-def allocated_at_most(call, values):
-    """Bytes that torch's allocator gave out at the peak of a call."""
-    with torch.no_grad(), profile(profile_memory=True) as told:
-        call(*values)
-    events = [e for e in told.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = most = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        most = max(most, live)
-    return most
 
 
 @pytest.mark.parametrize("amp", sampled([False, True], False))

@@ -121,6 +121,16 @@ def load_compiled() -> None:
 
 
 @contract
+def FLEX_ATTENTION() -> None:
+    """What `flex_attention` is in a graph: one op, which is given graphs, and whose first result is
+    its value; and another for its gradient."""
+    from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+
+    assert {flex_attention, flex_attention_backward} == private.FLEX_ATTENTION
+    assert all(op.cacheable() for op in private.FLEX_ATTENTION)
+
+
+@contract
 def missing_compiler() -> None:
     """Torch itself looks, and says so by a class of its own."""
     assert private.missing_compiler(CPU) == ""

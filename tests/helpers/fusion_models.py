@@ -1,6 +1,6 @@
 """Models whose compute lies between products, attention and convolutions; and their gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from small_models import GPT
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.profiler import profile
 
 import zcompile
 
@@ -160,3 +161,15 @@ def offloaded(build: Callable[[], nn.Module], **fields: Any) -> tuple[nn.Module,
     known = {"device": "cpu", "device_memory": "16MiB", "host_memory": "64MiB"}
     model = zcompile.offload(seeded(build), **{**known, "regions": "inductor", **fields})
     return model, torch.compile(model, backend="zinf")
+
+
+def allocated_at_most(call: Callable[..., Any], values: Sequence[Tensor]) -> int:
+    """Bytes that torch's allocator gave out at the peak of a call."""
+    with torch.no_grad(), profile(profile_memory=True) as told:
+        call(*values)
+    events = [e for e in told.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return most

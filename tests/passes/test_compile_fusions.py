@@ -8,7 +8,6 @@ from fusion_models import WithLoss, ids
 from joint import catch
 from sampled import sampled
 from small_models import SMALL_MODELS, small
-from torch import fx, nn
 
 import zcompile
 from zcompile.config import Config
@@ -28,8 +27,7 @@ class Eager(fusions.FusionCompiler):
 
     def __call__(self, nodes):
         made = made_by(nodes)
-        graph = copied(nodes, made, read_by(nodes, made))
-        gm = fx.GraphModule(nn.Module(), graph)
+        gm = copied(nodes, made, read_by(nodes, made))
         key = f"{len(self._known)}"
         self._known[key] = "eager"
         nbytes = sum(n.meta["val"].untyped_storage().nbytes() for n in made) + self.extra

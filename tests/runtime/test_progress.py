@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import sys
 import threading
 from dataclasses import replace
@@ -284,10 +285,44 @@ def test_plain_lines_go_to_the_log_if_there_is_one(clock, caplog):
         pass_time(board, clock, 3)
     assert [r.getMessage() for r in caplog.records] == [
         "loading (1 s)",
-        "loading (3 s)",
         "loading: ended after 3.0 s",
     ]
     assert stream.getvalue() == ""
+
+
+def test_plain_lines_that_say_the_same_come_less_often(clock, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("zcompile"), "propagate", False)  # to pytest's handlers
+    stream = io.StringIO()
+    board = Board(clock, lambda: PlainLines(stream), ticks=False)
+    with board.working("compiling", 3) as work:
+        pass_time(board, clock, 12)
+        work.add()
+        pass_time(board, clock, 2)
+    assert stream.getvalue().splitlines() == [
+        "zcompile: compiling: 0 of 3 (1 s)",
+        "zcompile: compiling: 0 of 3 (11 s)",
+        "zcompile: compiling: 1 of 3 (13 s)",
+        "zcompile: compiling: ended after 14.0 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (90, "zcompile (1 s): torch.compile; graph0; passes: 2 of 15, choose-tiles, 3 ways tried"),
+        (70, "zcompile (1 s): graph0; passes: 2 of 15, choose-tiles, 3 ways tried"),
+        (30, "zcompile (1 s): passes: 2 of …"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_inner_works(columns, shown, clock, monkeypatch):
+    """What changes is said last; the rest of a line would be cut off."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    board = Board(clock, lambda: TerminalLine(stream), ticks=False)
+    with board.working("torch.compile"), board.working("graph0"), board.working("passes") as work:
+        work.begin("2 of 15, choose-tiles, 3 ways tried")
+        pass_time(board, clock, 1.25)
+    assert shown in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
 
 
 def test_in_a_notebook_one_output_is_updated_and_emptied(clock):
@@ -368,7 +403,8 @@ def test_offloading_compiling_planning_and_saving_show_themselves(told, tmp_path
             optimizer.step()
             optimizer.zero_grad()
     passes = len(pipeline(zcompile.Config()))
-    assert f"torch.compile; compiling graph0; passes: 0 of {passes}, tile-loss (0 s)" in told
+    assert "torch.compile; graph0: tracing its compute (0 s)" in told
+    assert f"torch.compile; graph0; passes: 1 of {passes}, tile-loss (0 s)" in told
     assert any(line.startswith("planning a step: 1 arrangements tried") for line in told)
     assert any("; moving entries to where they rest: " in line for line in told)
     (summary,) = (r.getMessage() for r in caplog.records if "a step was planned" in r.getMessage())
@@ -389,4 +425,5 @@ def test_trials_are_counted(told):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     zcompile.offload(model, device="cpu", device_memory="64KiB", host_memory="4MiB")
     torch.compile(model, backend="zinf")(torch.ones(2, 64)).sum().backward()
-    assert any("choose-tiles, trial 1 (0 s)" in line for line in told), told
+    assert any("choose-tiles, 1 way tried (0 s)" in line for line in told), told
+    assert any("choose-tiles, 2 ways tried (0 s)" in line for line in told), told

@@ -68,7 +68,7 @@ from zcompile.runtime.eager.tensor import TieredTensor, hand_on
 from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
-from zcompile.runtime.progress import working
+from zcompile.runtime.progress import Work, working
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.verify.schedule import verify_schedule
@@ -115,10 +115,11 @@ def zinf(
         keep_tiered_from_higher_order(gm)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS)
     with (
-        working(f"compiling {watch.name}"),
+        working(watch.name) as graph.work,
         unheard_graphs(),
         without_python_kernels(LEFT_WHOLE),
     ):
+        graph.work.begin("tracing its compute")
         try:
             with written_views_refused():
                 compiled: Callable[..., Any] = backend(gm, list(example_inputs))
@@ -211,6 +212,7 @@ class _Graph:
     """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order.
 
     reached  whether it has called the first: torch's own tracing is done
+    work     what is shown of it while it is compiled
     """
 
     specs: Mapping[int, ParamSpec]
@@ -222,6 +224,7 @@ class _Graph:
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
     reached: bool = False
+    work: Work = field(default_factory=lambda: Work("a graph"))
     largest: dict[str, int] = field(default_factory=dict)
     """Name of each dynamic size -> its largest value in forward calls."""
 
@@ -295,22 +298,24 @@ class _Graph:
         around: Callable[[], ActivationBudget] | None,
     ) -> GraphPlan:
         """Run the passes, and show how far they are."""
-        tried = 0
+        tried, begun = 0, ""
 
         def begins(done: int, name: str) -> None:
-            nonlocal tried
-            tried = 0
-            work.at(done, name)
+            nonlocal tried, begun
+            tried, begun = 0, f"{done + 1} of {len(passes)}, {name}"
+            work.begin(begun)
 
         def trial() -> None:
             nonlocal tried
             tried += 1
-            work.begin(f"{work.step.partition(', trial')[0]}, trial {tried}")
+            ways = "1 way" if tried == 1 else f"{tried} ways"
+            work.begin(f"{begun}, {ways} tried")
 
         session = self.session()
         compiler = None if session is None else compiler_of(session, self.config)
         passes = pipeline(self.config, around, trial, compiler)
-        with working("passes", len(passes)) as work:
+        self.work.begin("")  # it is traced
+        with working("passes") as work:
             return run(gm, plan, passes, watch=self.watch, begins=begins)
 
     def _executable(

@@ -27,8 +27,9 @@ from torch import Tensor, fx
 
 from zcompile.config import Config
 from zcompile.errors import CompilerMissing
-from zcompile.ir.fusions import Fused, copied, made_by, read_by
-from zcompile.ir.regions import structure
+from zcompile.ir.fusions import Fused, computes, copied, made_by, read_by
+from zcompile.ir.graph import is_subgraph, subgraph_of
+from zcompile.ir.regions import structure, structure_of_graph
 from zcompile.ir.torch_compat import (
     Compiled,
     CompiledFacts,
@@ -49,6 +50,7 @@ T = TypeVar("T")
 
 FORMAT = "3"
 """Counts what is said to Inductor, and how artifacts are kept: with another, none is reused."""
+_OWN_CONSTANTS = "a graph that it is given has constants of its own, by which it is not known again"
 FOLDER = "fusions"
 """Of artifacts, in the first directory of a durable run, and in torch's cache."""
 
@@ -96,13 +98,15 @@ class FusionCompiler:
         check_compiler(self._device)
         made = made_by(nodes)
         read = read_by(nodes, made)
-        graph = copied(nodes, made, read)
-        body = [node for node in graph.nodes if node.op == "call_function"]
-        key = self._key(structure(body))
+        gm = copied(nodes, made, read)
+        body = [node for node in gm.graph.nodes if node.op == "call_function"]
+        given = [subgraph_of(node).graph for node in gm.graph.nodes if is_subgraph(node)]
+        key = self._key(structure(body), *map(structure_of_graph, given))
         if key not in self._known:
-            found = self._found(key, graph, made)
+            constant = any(graph.find_nodes(op="get_attr") for graph in given)
+            found = _OWN_CONSTANTS if constant else self._found(key, gm, made)
             if isinstance(found, str):
-                names = sorted({str(node.target).removeprefix("aten.") for node in body})
+                names = sorted({str(n.target).removeprefix("aten.") for n in body if computes(n)})
                 self.counts.refused[" ".join(names)] = found
                 log.warning("Inductor does not compile %s: %s", " ".join(names), found)
             self._known[key] = found
@@ -117,25 +121,24 @@ class FusionCompiler:
             "refused": dict(counts.refused),
         }
 
-    def _key(self, body: str) -> str:
+    def _key(self, *structures: str) -> str:
         parts = (FORMAT, torch.__version__, compiled_for(self._device), _threads(self._device))
-        return hashlib.sha256("\n".join(map(str, (body, *parts))).encode()).hexdigest()[:24]
+        return hashlib.sha256("\n".join(map(str, (*structures, *parts))).encode()).hexdigest()[:24]
 
-    def _found(self, key: str, graph: fx.Graph, made: Sequence[fx.Node]) -> Fused | str:
+    def _found(self, key: str, gm: fx.GraphModule, made: Sequence[fx.Node]) -> Fused | str:
         """The fusion from beside the run, or else from Inductor."""
         kept = None if self._folder is None else _Kept(self._folder, key)
         if kept is not None and (loaded := kept.load()) is not None:
             call, facts = loaded
             self.counts.loaded += 1
             return _fused(key, call, facts)
-        layouts = [_layout(node) for node in graph.nodes if node.op == "placeholder"]
-        for node in graph.nodes:
+        layouts = [_layout(node) for node in gm.graph.nodes if node.op == "placeholder"]
+        for node in gm.graph.nodes:
             node.meta = {}
         threads = _threads(self._device)
         facts_file = _Kept(Path(inductor_folder()) / FOLDER, key)
 
         def compile_it() -> tuple[Compiled, CompiledFacts]:
-            gm = fx.GraphModule(torch.nn.Module(), graph)
             compiled = compile_by_inductor(gm, layouts, threads)
             facts = compiled.facts or facts_file.facts()
             if facts is None:  # torch knows the code, and nobody what it takes
@@ -144,7 +147,7 @@ class FusionCompiler:
             return compiled, facts
 
         number = self.counts.compiled + self.counts.loaded + len(self.counts.refused) + 1
-        with working(f"Inductor compiles region {number}"):
+        with working(f"Inductor compiles fusion {number}"):
             done = _on_a_thread(compile_it, self._device)
         if isinstance(done, Exception):
             return _first_line(done)

@@ -10,6 +10,9 @@ norms, and the views among them.
     %v = aten.view(%n)                         views that others read are made again outside
     %y = aten.mm(%v, %w)                       a library call ends it
 
+A call of `flex_attention` is a fusion by itself: of the graphs that it is given, as its mask,
+Inductor makes one kernel, which skips tiles that nobody reads.
+
 Which nodes form a fusion hangs on what is computed alone: not on what is fetched, sent or offloaded
 in between, nor on any budget. So the kernels that a model is computed by, and with them the bits of
 its results, are the same wherever its bytes rest.
@@ -23,8 +26,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from zcompile.ir.graph import CASTS, UNTAGGED, bases_of, root_of, writes
-from zcompile.ir.torch_compat import Dispatched, is_random
+from zcompile.ir.graph import CASTS, UNTAGGED, bases_of, is_subgraph, root_of, subgraph_of, writes
+from zcompile.ir.torch_compat import FLEX_ATTENTION, Dispatched, is_random
 
 aten = torch.ops.aten
 
@@ -199,13 +202,15 @@ def made_by(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def read_by(nodes: Sequence[fx.Node], made: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes outside a fusion that it takes to compute `made`, in the order of first use."""
+    """The nodes outside a fusion that it takes to compute `made`, in the order of first use.
+
+    Graphs that an op is given are no values, but a part of what is computed (`copied`)."""
     inside, needed = set(nodes), set(made)
     for node in reversed(nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
     read = (n for node in nodes if node in needed for n in node.all_input_nodes)
-    return list(dict.fromkeys(n for n in read if n not in inside))
+    return list(dict.fromkeys(n for n in read if n not in inside and not is_subgraph(n)))
 
 
 def views_of_results(nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -217,10 +222,12 @@ def views_of_results(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if n in wanted]
 
 
-def copied(nodes: Sequence[fx.Node], made: Sequence[fx.Node], read: Sequence[fx.Node]) -> fx.Graph:
-    """A graph of a fusion by itself: its inputs in the order of `read`, its results in that of
-    `made`."""
-    graph = fx.Graph()
+def copied(
+    nodes: Sequence[fx.Node], made: Sequence[fx.Node], read: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """A module of a fusion by itself: its inputs in the order of `read`, its results in that of
+    `made`, with the graphs that its ops are given."""
+    root, graph = torch.nn.Module(), fx.Graph()
     env = {node: graph.placeholder(f"in_{at}") for at, node in enumerate(read)}
     for node, placeholder in env.items():
         placeholder.meta = {"val": node.meta["val"]}
@@ -228,12 +235,14 @@ def copied(nodes: Sequence[fx.Node], made: Sequence[fx.Node], read: Sequence[fx.
     for node in reversed(nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    for node in nodes:
-        if node in needed:
-            env[node] = copy = graph.node_copy(node, env.__getitem__)
-            copy.meta = {"val": node.meta["val"]}
+    for node in (n for n in nodes if n in needed):
+        for given in filter(is_subgraph, node.all_input_nodes):
+            root.add_module(str(given.target), subgraph_of(given))
+            env[given] = graph.get_attr(str(given.target))
+        env[node] = copy = graph.node_copy(node, env.__getitem__)
+        copy.meta = {"val": node.meta["val"]}
     graph.output(tuple(env[node] for node in made))
-    return graph
+    return fx.GraphModule(root, graph)
 
 
 # --- Which nodes ---
@@ -250,7 +259,21 @@ def is_fusible(node: fx.Node) -> bool:
 def is_fusible_but_for_sizes(node: fx.Node) -> bool:
     """Whether a node would be fusible, and does work, if its sizes were numbers."""
     known = _is_known(node) and computes(node)
+    if _is_flex_attention(node):
+        return not is_fusion_alone(node)
     return known and not all(map(_is_static, _tensors(node)))
+
+
+def is_fusion_alone(node: fx.Node) -> bool:
+    """Whether a node is a fusion by itself: a call of `flex_attention` whose sizes are numbers."""
+    if not _is_flex_attention(node) or not all(map(_is_static, _tensors(node))):
+        return False
+    values = (n.meta["val"] for n in node.all_input_nodes if not is_subgraph(n))
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _is_flex_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in FLEX_ATTENTION
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -146,6 +146,15 @@ def is_subgraph(node: fx.Node) -> bool:
     return node.op == "get_attr" and "val" not in node.meta
 
 
+def subgraph_of(node: fx.Node) -> fx.GraphModule:
+    """The graph that a node for which `is_subgraph` holds stands for."""
+    owner = node.graph.owning_module
+    assert owner is not None, "a graph that ops are given graphs in has a module"
+    found = owner.get_submodule(str(node.target))
+    assert isinstance(found, fx.GraphModule), "an op is given nothing else"
+    return found
+
+
 def output_of(graph: fx.Graph) -> fx.Node:
     output: fx.Node
     (output,) = graph.find_nodes(op="output")

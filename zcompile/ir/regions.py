@@ -93,6 +93,18 @@ def structure(nodes: Sequence[fx.Node]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
+def structure_of_graph(graph: fx.Graph) -> str:
+    """Digest of everything about a graph but its names. What it is given counts by its position."""
+    number = {node: index for index, node in enumerate(graph.nodes)}
+    parts = (f"{n.op}{_target(n)}{_canonical((n.args, n.kwargs), number)}" for n in graph.nodes)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _target(node: fx.Node) -> str:
+    """What a node calls; "" for a name in its graph."""
+    return str(node.target) if node.op == "call_function" else ""
+
+
 def _described(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{value.dtype}{tuple(value.size())}{tuple(value.stride())}{value.device}"

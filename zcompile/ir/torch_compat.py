@@ -1201,6 +1201,12 @@ _MANY = 1 << 30
 # --- Inductor ---
 
 
+FLEX_ATTENTION = frozenset(
+    {torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward}
+)
+"""Attention that is given graphs: what is added to a score, and which pairs there are."""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """What Inductor made of a graph.

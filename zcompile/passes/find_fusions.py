@@ -15,6 +15,7 @@ from zcompile.ir.fusions import (
     is_cast,
     is_fusible,
     is_fusible_but_for_sizes,
+    is_fusion_alone,
     is_worth_compiling,
     set_fusion,
 )
@@ -40,6 +41,8 @@ class FindFusions(Pass):
         %f = zinf.wait(%p)                ->      %n = aten.native_layer_norm(%a, %f)  1
         %n = aten.native_layer_norm(%a, %f)       zinf.release(%v)
         zinf.release(%f)                          zinf.release(%f)
+
+    A call of flex_attention has a number to itself.
 
     What a member of the run reads goes ahead of it, all else goes behind. So which nodes form a
     fusion hangs on what is computed, and not on what moves meanwhile. Casts of parameters, and
@@ -172,7 +175,12 @@ def _runs(graph: fx.Graph, weights: Weights) -> Iterator[_Run]:
                 continue
             yield from ended()
             run = None
-        if fits:
+        if is_fusion_alone(node):
+            alone = _Run(phase_of(node))
+            alone.takes(node)
+            alone.add_parts(node)
+            yield alone
+        elif fits:
             run = _Run(phase_of(node))
             run.takes(node)
             run.add_parts(node)

@@ -2,8 +2,8 @@
 
 On a terminal that is one line of `rich`, gone when the work is done; beside bars of `tqdm` it is
 one more of them, so that neither draws over the other. In a notebook it is an output that is
-updated. Elsewhere it is a plain line every two seconds: through `logging`, or on stderr where
-nobody has set logging up.
+updated. Elsewhere it is a plain line every two seconds in which something has changed, and every
+ten in which nothing has: through `logging`, or on stderr where nobody has set logging up.
 """
 
 import logging
@@ -17,6 +17,8 @@ logger = logging.getLogger("zcompile.runtime.displays")
 
 TICK_S = 0.25
 """Seconds between two lines where they take each other's place."""
+AGAIN_S = 10.0
+"""Seconds after which a plain line is written that says the same as the one before."""
 BAR = 24
 """Width of a bar, in characters."""
 
@@ -64,8 +66,13 @@ class PlainLines:
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
+        self._last: Line | None = None
 
     def show(self, line: Line) -> None:
+        last = self._last
+        if last is not None and last.text == line.text and line.seconds < last.seconds + AGAIN_S:
+            return
+        self._last = line
         self._write(f"{line.text} ({line.seconds:.0f} s)")
 
     def end(self, line: Line) -> None:
@@ -93,19 +100,20 @@ class TerminalLine:
         self._live: Any = None
 
     def show(self, line: Line) -> None:
+        console = self._console()
         if self._live is None:
             from rich.live import Live
 
             # Streams of the process stay as they are: others hold them.
             self._live = Live(
-                console=self._console(),
+                console=console,
                 auto_refresh=False,
                 transient=True,
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
             self._live.start()
-        self._live.update(_row(line), refresh=True)
+        self._live.update(_row(line, console.width), refresh=True)
 
     def end(self, line: Line) -> None:
         live, self._live = self._live, None
@@ -171,14 +179,21 @@ class NotebookLine:
         self._display({"text/plain": f"zcompile: {text}"}, raw=True)
 
 
-def _row(line: Line) -> Any:
-    """A line as `rich` shows it, on a terminal and in a notebook."""
+def _row(line: Line, width: int | None = None) -> Any:
+    """A line as `rich` shows it, on a terminal and in a notebook.
+
+    width  columns that there are: where they are too few for all works, the inner ones are shown
+    """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
     row = Table.grid(padding=(0, 1))
     row.add_column(no_wrap=True, overflow="ellipsis")
-    cells: list[Any] = [f"zcompile ({line.seconds:.0f} s): {line.text}"]
+    begin, text = f"zcompile ({line.seconds:.0f} s): ", line.text
+    room = None if width is None else width - len(begin) - (0 if line.share is None else BAR + 1)
+    while room is not None and len(text) > room and "; " in text:
+        text = text.partition("; ")[2]
+    cells: list[Any] = [begin + text]
     if line.share is not None:
         row.add_column(width=BAR)
         cells.append(ProgressBar(total=1.0, completed=line.share, width=BAR))

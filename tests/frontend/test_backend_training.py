@@ -169,6 +169,36 @@ def test_backward_twice_over_one_graph():
     assert pair.same()
 
 
+class Critic(nn.Module):
+    """A policy and the value of a state, over one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.policy, self.value = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(torch.tanh(self.trunk(x)) * x)
+        return self.policy(hidden), self.value(hidden)
+
+
+def test_two_losses_of_one_graph_have_a_backward_each():
+    """Also after steps with one backward, of which torch concludes that there is never another."""
+    pair = twins(Critic())
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (pair.model, pair.plain)]
+    for step in range(4):
+        rows = torch.randn(3, 8)
+        for model, optimizer in zip((pair.call, pair.plain), optimizers, strict=True):
+            policy, value = model(rows)
+            if step % 2:
+                policy.logsumexp(1).mean().backward(retain_graph=True)
+                value.square().mean().backward()
+            else:
+                (policy.logsumexp(1).mean() + value.square().mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert pair.same()
+
+
 def test_forward_without_backward_leaves_no_trace():
     pair = twins(mlp())
     for seed in range(3):

@@ -68,6 +68,40 @@ def aot_backend() -> None:
 
 
 @contract
+def let_backward_run_again() -> None:
+    """Torch compiles a backward that may run once, if its first run is one, and refuses another."""
+
+    def saves_its_own(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos().sum()  # sin(x) is nobody's but backward's
+
+    def trained(when_forward_is_compiled: Callable[[], None]) -> torch.Tensor | None:
+        from functorch.compile import default_partition
+
+        def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            when_forward_is_compiled()
+            return as_it_stands(gm)
+
+        def backward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            return as_it_stands(gm)
+
+        backend = private.aot_backend(forward, backward, forward, default_partition)
+        compiled = torch.compile(saves_its_own, backend=backend)
+        compiled(torch.ones(3, requires_grad=True)).backward()
+        x = torch.ones(3, requires_grad=True)
+        loss = compiled(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return x.grad
+
+    with pytest.raises(RuntimeError, match="non-empty donated buffers"):
+        trained(lambda: None)
+    torch.compiler.reset()
+    once = torch.ones(3, requires_grad=True)
+    saves_its_own(once).backward()
+    assert torch.equal(trained(private.let_backward_run_again), 2 * once.grad)
+
+
+@contract
 def without_python_kernels() -> None:
     """Tracing prefers functions in Python to the kernels of an op, as long as they are there."""
 

@@ -93,7 +93,6 @@ def test_an_activation_lives_as_long_as_the_graph_of_autograd(tmp_path):
         assert away(model) == 0, "nothing is saved where no backward can come"
 
 
-@torch._functorch.config.patch(donated_buffer=False)
 def test_backward_may_run_twice_over_a_retained_graph(tmp_path):
     with forced("disk"):
         model, twin, compiled, inputs = offloaded("transformer block", tmp_path)

@@ -199,6 +199,73 @@ def test_what_mixes_samples_runs_whole_between_slices(build):
     assert_close(results(sliced), results(joint), TOLERANCE["float32"])
 
 
+class Masked(nn.Module):
+    """Attention with one mask for all samples, of as many rows as there are tokens."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.randn(length, length))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            t.view(batch, length, 4, -1).transpose(1, 2) for t in self.qkv(x).split(width, 2)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+@pytest.mark.parametrize("slices", [2, BATCH])
+@pytest.mark.parametrize("length", [BATCH, 2 * BATCH])
+def test_a_mask_of_tokens_by_tokens_has_no_batch(length, slices):
+    """However many tokens there are for each sample."""
+    torch.manual_seed(0)
+    joint = catch(Masked(length), torch.randn(BATCH, length, WIDTH))
+    assert any("attention" in node.name for node in batch_graph(joint.graph).batch.rules)
+    assert_close(results(joint.through(InSlices(slices))), results(joint), TOLERANCE["float32"])
+
+
+class Squeezed(nn.Module):
+    """Takes away dimensions of one element, told by `dims` or not told."""
+
+    def __init__(self, *dims: int | tuple[int, ...]) -> None:
+        super().__init__()
+        self.up, self.down, self.dims = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x).mean(1, keepdim=True)).squeeze(*self.dims))
+
+
+@pytest.mark.parametrize("slices", [2, BATCH])
+@pytest.mark.parametrize("dims", [(), (0,), (1,), ((0, 1),)])
+def test_a_slice_of_one_sample_keeps_its_batch_where_ones_are_squeezed(dims, slices):
+    torch.manual_seed(0)
+    joint = catch(Squeezed(*dims), torch.randn(BATCH, LENGTH, WIDTH))
+    assert batch_graph(joint.graph).batch.refused == []
+    assert_close(results(joint.through(InSlices(slices))), results(joint), TOLERANCE["float32"])
+
+
+class TwoWays(nn.Module):
+    """A table with a row for each sample, and with a column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, BATCH)
+        self.register_buffer("table", torch.randn(BATCH, BATCH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.up(x))
+        return (y * self.table).sin() + (y.t() * self.table).cos().t()
+
+
+@pytest.mark.parametrize("slices", [2, BATCH])
+def test_of_a_value_without_a_batch_each_reader_has_its_own_part(slices):
+    torch.manual_seed(0)
+    joint = catch(TwoWays(), torch.randn(BATCH, WIDTH))
+    assert_close(results(joint.through(InSlices(slices))), results(joint), TOLERANCE["float32"])
+
+
 @pytest.mark.parametrize("slices", [2, 8])
 def test_random_numbers_are_drawn_of_all_samples_in_the_order_of_eager(slices, caught):
     """Outputs to the last bits but few: a mask of other numbers would be far off."""

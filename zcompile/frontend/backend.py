@@ -39,6 +39,7 @@ from zcompile.ir.torch_compat import (
     handle_input,
     hint,
     is_symbol,
+    let_backward_run_again,
     mutated_positions,
     next_sequence_number,
     node_of_call,
@@ -250,6 +251,7 @@ class _Graph:
         return cut(joint, saved, symbols, num_fwd_outputs)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        let_backward_run_again()
         return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -232,6 +232,19 @@ def aot_backend(
     return backend
 
 
+def let_backward_run_again() -> None:
+    """Let the backward of the graph that is being compiled run several times, as with
+    `retain_graph=True`; to be called while its forward is compiled.
+
+    AOTAutograd lists what of the saved values Inductor may overwrite, and refuses such a backward
+    wherever that list is not empty, whatever backend runs it. We overwrite none of them.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is not None and metadata.bw_donated_idxs:
+        metadata.bw_donated_idxs.clear()  # in place: several descriptions of a graph share the list
+
+
 _unheard = ContextVar("_unheard", default=False)
 """Whether nobody is to hear of graphs on this thread."""
 

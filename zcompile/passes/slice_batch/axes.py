@@ -462,12 +462,21 @@ def _permuted(call: Call, dim: int, dims: int) -> int:
     return [int(d) % dims for d in call["dims"]].index(dim)
 
 
-def _squeezed(call: Call, dim: int, dims: int) -> int | None:
-    source = call.node.args[0]
+SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
+
+
+def gone_dims(squeeze: fx.Node) -> list[int]:
+    """The dimensions that a squeeze takes away: those that it may, and that have one element."""
+    source, *given = squeeze.args
     assert isinstance(source, fx.Node)
-    over = call.dims("dim", dims) if "dim" in call.names else set(range(dims))
-    gone = {d for d in over if shape(source)[d] == 1}
-    return dim - sum(d < dim for d in gone)
+    size = shape(source)
+    over: Any = given[0] if given else range(len(size))
+    may = {d % len(size) for d in (over if isinstance(over, Iterable) else (over,))}
+    return sorted(d for d in may if size[d] == 1)
+
+
+def _squeezed(call: Call, dim: int, dims: int) -> int:
+    return dim - sum(gone < dim for gone in gone_dims(call.node))
 
 
 def _unsqueezed(call: Call, dim: int, dims: int) -> int:
@@ -666,7 +675,8 @@ def samples(
     names      operands with a batch
     results    True: with the batch first; None: nothing
     sized      argument that is the number of samples
-    broadcast  operands that may have a batch of one
+    broadcast  operands that may have a batch of one, or fewer dimensions and so no batch: the mask
+               of an attention may be [length, length]
     """
 
     def rule(call: Call) -> Rule | None:
@@ -677,7 +687,9 @@ def samples(
         reads: dict[fx.Node, Axis | Kind] = {}
         for name in (*names, *broadcast):
             node = call.node_of(name)
-            if node is None or (name in broadcast and shape(node)[0] == 1):
+            if node is None:
+                continue
+            if name in broadcast and (_dims(node) < _dims(given[0]) or shape(node)[0] == 1):
                 continue
             reads[node] = axis
         for name in call.names:  # what a kernel keeps for its own backward
@@ -743,9 +755,7 @@ RULES: dict[object, Special] = {
     aten.transpose.int: moves(_transposed),
     aten.permute.default: moves(_permuted),
     aten.unsqueeze.default: moves(_unsqueezed),
-    aten.squeeze.default: moves(_squeezed),
-    aten.squeeze.dim: moves(_squeezed),
-    aten.squeeze.dims: moves(_squeezed),
+    **dict.fromkeys(SQUEEZES, moves(_squeezed)),
     aten.select.int: moves(_selected),
     aten.slice.Tensor: moves(_ranged),
     aten.constant_pad_nd.default: moves(_padded),

@@ -24,7 +24,7 @@ from zcompile.ir.rewrite import SUM_DTYPE, GraphBuilder, shape
 from zcompile.ir.saved_values import is_value
 from zcompile.ir.torch_compat import keep_wish
 from zcompile.ir.types import Phase
-from zcompile.passes.slice_batch.axes import Axis
+from zcompile.passes.slice_batch.axes import SQUEEZES, Axis, gone_dims
 from zcompile.passes.slice_batch.stages import BatchGraph, Stage, Stages
 
 aten = torch.ops.aten
@@ -50,6 +50,8 @@ class _BatchWriter:
 
     parts  value of forward or backward -> its slices
     whole  value of slices -> of the whole batch, where it was put together or added up
+    cut    (value of the whole batch, or of none, and where a slice is taken of it) -> that slice,
+           of the slice of the batch that is being written
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class _BatchWriter:
         self.parts: dict[fx.Node, list[fx.Node]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
         self.sums: dict[fx.Node, fx.Node] = {}
+        self.cut: dict[tuple[fx.Node, Axis], fx.Node] = {}
         self.phase, self.point = Phase.FORWARD, output_of(self.graph)
 
     def write(self) -> None:
@@ -94,6 +97,7 @@ class _BatchWriter:
             self.parts[node] = []
         for begin, end in self.slices:
             made: dict[fx.Node, fx.Node] = {}
+            self.cut = {}
             for node in (*stage.again, *stage.nodes):
                 if self.batch.is_sum(node):
                     self._add(node, made, (begin, end))
@@ -119,7 +123,10 @@ class _BatchWriter:
             assert isinstance(source, fx.Node)
             if source.meta["val"].is_contiguous():
                 args[0] = build.contiguous(args[0])
-        made[node] = build(node.target, *args, **kwargs)
+        if node.target in SQUEEZES:  # which would take away a batch of one sample, too
+            made[node] = build(aten.squeeze.dims, args[0], gone_dims(node))
+        else:
+            made[node] = build(node.target, *args, **kwargs)
         keep_wish(node, made[node])
         return made[node]
 
@@ -152,13 +159,15 @@ class _BatchWriter:
             if source in self.rules:
                 return self.whole[source]
             return self._weight(node, source)
-        if source not in made:
-            if source in self.rules and not (isinstance(axis, Axis) and source in self.whole):
-                return self.parts[source][self.slices.index(part)]
-            assert isinstance(axis, Axis), "what is of a slice alone is not read whole"
+        if source in made:
+            return made[source]
+        if source in self.rules and not (isinstance(axis, Axis) and source in self.whole):
+            return self.parts[source][self.slices.index(part)]
+        assert isinstance(axis, Axis), "what is of a slice alone is not read whole"
+        if (source, axis) not in self.cut:
             whole = self.whole.get(source) or self._weight(node, source)
-            made[source] = self._narrowed(whole, source, axis, part)
-        return made[source]
+            self.cut[source, axis] = self._narrowed(whole, source, axis, part)
+        return self.cut[source, axis]
 
     def _weight(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """A view of a weight, taken anew for each reader: a view that is taken once would keep all

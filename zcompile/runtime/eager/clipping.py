@@ -112,12 +112,15 @@ def on_device_and_not(
     rest, and those whose change is deferred; None, if the list is not of both kinds."""
     if func not in SCALES or not isinstance(args[0], list):
         return None
-    if not all(is_gradient(cls, tensor) for tensor in args[0]):
-        return None
     near, far = list[Any](), list[Any]()
     for tensor in args[0]:
-        (near if _is_reached(tensor.entry) else far).append(tensor)
-    return (near, far) if near and far else None
+        if not isinstance(tensor, cls):
+            return None
+        tiered: Any = tensor
+        (near if _is_reached(tiered.entry) else far).append(tensor)
+    if not (near and far and all(is_gradient(cls, tensor) for tensor in args[0])):
+        return None
+    return near, far
 
 
 def _is_reached(entry: Entry) -> bool:

@@ -38,6 +38,8 @@ _STATE = attrgetter(
     "store", "kind", "nbytes", "waits", "narrow", "unexchanged", "place.tier.on_device"
 )
 """What is compared of an entry that does not outlive the step."""
+ON_DEVICE = -1
+"""Where `_STATE` tells whether it rests on the device."""
 LIST_OPS = ("aten::_foreach", "aten::_fused")
 MOST_REPEATS = 8
 """Repeats kept of calls with as many operands each: of groups of parameters of one size."""
@@ -155,6 +157,7 @@ class KeptOperands:
     entries  those over entries that outlive steps: the entry of each
     layouts  of those
     passing  those over other entries
+    changing positions of those of them of which changes are deferred
     numbers  plain tensors without dimensions: dtype and device of each
     others   what is known of each of the others
     """
@@ -165,6 +168,7 @@ class KeptOperands:
     entries: dict[int, Entry]
     layouts: Sequence[Layout]
     passing: Sequence[_Passing]
+    changing: Sequence[int]
     numbers: Sequence[tuple[int, torch.dtype, torch.device]]
     others: Sequence[tuple[int, object]]
 
@@ -194,7 +198,7 @@ class KeptOperands:
                 return None
             if (entry.deferred or changes) and _changes_of(leaf, entry) != changes:
                 return None
-            if not entry.place.tier.on_device and (
+            if not state[ON_DEVICE] and (
                 session.can_view_in_place(entry) is not in_place
                 or _is_for_host(updates, entry) is not on_host
             ):
@@ -240,6 +244,7 @@ def _kept_operands(call: ListCall) -> KeptOperands:
         entries,
         layouts,
         passing,
+        [row.at for row in passing if row.changes],
         numbers,
         others,
     )
@@ -267,7 +272,7 @@ def call_as_before(
         wanted = bool(session.host_updates.wanted)
         if entries is None or wanted != kept.on_host or session.step_room != kept.room:
             continue
-        operands, changing = _with_changes(leaves, entries)
+        operands, changing = _with_changes(leaves, entries, kept.changing)
         return ListCall(
             session,
             func,
@@ -292,7 +297,7 @@ def _changes_of(leaf: Any, entry: Entry) -> tuple[object, ...] | None:
     layout = leaf.entry_layout
     if not entry.deferred:
         return ()
-    if entry.on_device or not leaf.covers:
+    if entry.on_device or entry.kind.lasting or not leaf.covers:
         return None
     if any(change.layout.dtype != layout.dtype for change in entry.deferred):
         return None
@@ -300,11 +305,13 @@ def _changes_of(leaf: Any, entry: Entry) -> tuple[object, ...] | None:
 
 
 def _with_changes(
-    leaves: list[Any], entries: dict[int, Entry]
+    leaves: list[Any], entries: dict[int, Entry], deferred: Sequence[int]
 ) -> tuple[list[Any], dict[int, range]]:
     """The operands of a call, and behind them those of deferred changes; and where those of each
-    tiered operand are."""
-    deferred = sorted(at for at, entry in entries.items() if entry.deferred)
+    tiered operand are.
+
+    deferred  positions of the tiered operands of which there are any, in order
+    """
     if not deferred:
         return leaves, {}
     operands, changing = [*leaves], dict[int, range]()
@@ -368,5 +375,6 @@ def list_call(
     session = session_of(next(iter(stores.values())))
     known.append(session.step_room)
     kind = func, counts, tuple(kwargs)
-    operands, changing = _with_changes(leaves, entries)
+    deferred = [at for at, entry in entries.items() if entry.deferred]
+    operands, changing = _with_changes(leaves, entries, deferred)
     return ListCall(session, func, kind, counts, operands, entries, changing, tuple(known), mark)

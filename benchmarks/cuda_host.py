@@ -15,7 +15,9 @@ home of the optimizer's step.
 
 Then, for each parameter of a model that rests on the device whole, clipping by the norm of all
 gradients and a step of a fused AdamW, beside those of plain torch; parameters have 256 elements, so
-that little of it is arithmetic.
+that little of it is arithmetic. And of a model that streams: parameters of 4096 elements, of which
+most come from the host; clipping waits for the step there, and the step brings four operands of
+each parameter and sends three home.
 """
 
 import argparse
@@ -202,28 +204,31 @@ WARM = 8
 """Steps until everything rests where it is planned to, and norms are taken on the way."""
 
 
-def updates(tiered: bool, rounds: int) -> tuple[float, float]:
-    """Microseconds of CPU of this thread for each parameter: of clipping, and of a step."""
+def updates(device_memory: str | None, rounds: int, width: int = 16) -> tuple[float, float]:
+    """Microseconds of CPU of this thread for each parameter: of clipping, and of a step.
+
+    device_memory  None: of plain torch
+    """
     with (
         mock.patch.object(cuda, "_CUDA", _without_cuda()),
         mock.patch.object(opening, "CpuDevice", _Idle),
     ):
-        model: nn.Module = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(100)))
+        model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(100)))
         run: Any = model
-        if tiered:
-            zcompile.offload(model, device="cpu", device_memory="64MiB", host_memory="64MiB")
+        if device_memory is not None:
+            zcompile.offload(model, device="cpu", device_memory=device_memory, host_memory="640MiB")
             run = torch.compile(model, backend="zinf")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         found = []
         for _ in range(WARM + rounds):
-            run(torch.ones(2, 16)).sum().backward()
+            run(torch.ones(2, width)).sum().backward()
             begin = time.thread_time()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             clipped = time.thread_time()
             optimizer.step()
             found.append((clipped - begin, time.thread_time() - clipped))
             optimizer.zero_grad()
-        if tiered:
+        if device_memory is not None:
             zcompile.close(model)
     count = len(list(model.parameters()))
     clips, steps = zip(*found[WARM:], strict=True)
@@ -242,8 +247,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{name:26} {mine:6.1f} us asking {everyone:6.1f} us all threads", flush=True)
     for kind, taken in walked(args.rounds).items():
         print(f"{f'a walk: {kind}':26} {taken:6.1f} us", flush=True)
-    for name, tiered in (("plain torch", False), ("all on the device", True)):
-        clip, step = updates(tiered, args.rounds)
+    for name, device_memory, width in (
+        ("plain torch", None, 16),
+        ("all on the device", "64MiB", 16),
+        ("streaming", "1MiB", 64),
+    ):
+        clip, step = updates(device_memory, args.rounds, width)
         print(
             f"{name:26} {clip:6.1f} us clipping {step:6.1f} us a step, for each parameter",
             flush=True,

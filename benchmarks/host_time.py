@@ -2,6 +2,7 @@
 
     python -m benchmarks.host_time --widths 128 256 512 768
     python -m benchmarks.host_time --model vision --widths 128
+    python -m benchmarks.host_time --clip --widths 128
 
 A GPT of 12 layers, or an encoder of images with as many, on the emulated device, nothing throttled,
 every state on the device. A step of each variant in turn: eager; the same ops without zcompile, on
@@ -86,9 +87,15 @@ CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 
 
 def stepper(
-    model: nn.Module, run: Callable[..., Tensor], clock: Callable[[], float] = time.perf_counter
+    model: nn.Module,
+    run: Callable[..., Tensor],
+    clock: Callable[[], float] = time.perf_counter,
+    clip: bool = False,
 ) -> Step:
-    """Seconds of forward, backward, and the optimizer with what it leaves to be cleared."""
+    """Seconds of forward, backward, and the optimizer with what it leaves to be cleared.
+
+    clip  gradients are clipped by the norm of all, before the optimizer, with which it counts
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(ids: Tensor, targets: Tensor) -> tuple[float, ...]:
@@ -97,6 +104,8 @@ def stepper(
         times.append(clock())
         loss.backward()
         times.append(clock())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         times.append(clock())
@@ -130,17 +139,17 @@ def rows(args: argparse.Namespace, width: int) -> None:
     plain, same = built(args, width), built(args, width)
     nbytes = 16 * sum(p.numel() for p in plain.parameters())
     clock = CLOCKS[args.clock]
-    eager = stepper(plain, plain, clock)
+    eager = stepper(plain, plain, clock, args.clip)
     alone = [sum(eager(*data(args, n))) for n in range(3 + args.steps)][3:]
     same_ops = torch.compile(same, backend="aot_eager_default_partitioner")
-    regions = stepper(same, same_ops, clock)
+    regions = stepper(same, same_ops, clock, args.clip)
     model = zcompile.offload(
         built(args, width),
         device="cpu",
         host_memory="8GiB",
         device_memory=int(2.04 * nbytes) + 4 * MiB,
     )
-    planned = stepper(model, torch.compile(model, backend="zinf"), clock)
+    planned = stepper(model, torch.compile(model, backend="zinf"), clock, args.clip)
     taken: dict[str, list[tuple[float, ...]]] = {"eager": [], "same ops": [], "planned": []}
     variants = dict(zip(taken, (eager, regions, planned), strict=True))
     for number in range(WARM_UP + args.steps):
@@ -183,6 +192,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--clip", action="store_true", help="clip gradients before each step")
     args = parser.parse_args()
     print(f"{args.layers} layers, batch {args.batch} x {args.sequence}, {args.steps} steps\n")
     print(f"| width | variant | {' ms | '.join(PARTS)} ms | step ms | of eager |")

@@ -291,6 +291,34 @@ def test_holders_never_share_a_byte_and_every_byte_comes_back(device, steps):
     assert arena.take(32 * KiB, "all").numel() == 32 * KiB
 
 
+def test_a_planned_slot_is_viewed_once_where_it_lies(device):
+    """In the arena, and in the step scratch behind it as long as that is open."""
+    arena, floats = arena_of(device, 64 * KiB), Layout((8,), (1,), 0, torch.float32)
+    arena.scratch.plan(StepRoom(64 * KiB, MiB))
+    assert arena.scratch.need(66 * KiB)
+    arena.scratch.open()
+    for at, memory in ((KiB, arena.slot(0, 64 * KiB)), (65 * KiB, arena.scratch.memory)):
+        view = arena.slot_view(at, floats)
+        view.fill_(at)
+        assert arena.slot_view(at, floats) is view
+        assert arena.slot(at, 32).view(torch.float32).tolist() == [at] * 8
+        assert lies_in(view, memory)
+    assert arena.slot_view(65 * KiB, Layout((4,), (2,), 0, torch.float32)).shape == (4,)
+    held = arena.slot_view(65 * KiB, floats)
+    arena.scratch.close()
+    with pytest.raises(BudgetExceeded):
+        arena.slot_view(65 * KiB, floats)
+    arena.scratch.open()
+    assert arena.slot_view(65 * KiB, floats) is not held
+    arena.scratch.close()
+    arena.slot_view(60 * KiB, floats)
+    lives = arena.take(KiB, "a value, so that the memory stays")
+    arena.set_outside_bytes(16 * KiB)
+    with pytest.raises(BudgetExceeded):
+        arena.slot_view(60 * KiB, floats)
+    del lives
+
+
 def slot_ranges(slots):
     return [(a, a + n) for a, n in slots]
 
@@ -300,18 +328,18 @@ def test_an_step_scratch_is_as_large_as_schedules_need(device):
     scratch = StepScratch(device)
     scratch.plan(StepRoom(at, MiB))
     assert scratch.need(at + 4 * KiB)
-    assert scratch.slot(at, 1) is None
+    assert not scratch.has(at, 1)
     scratch.open()
     scratch.slot(at + KiB, KiB).fill_(7)
     assert scratch.memory.numel() == 4 * KiB
     assert scratch.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
     assert lies_in(scratch.slot(at, 1), scratch.memory)
     assert not lies_in(torch.empty(1), scratch.memory)
-    assert scratch.slot(at - 1, 1) is None
-    assert scratch.slot(at + 4 * KiB, 1) is None
+    assert not scratch.has(at - 1, 1)
+    assert not scratch.has(at + 4 * KiB, 1)
     assert not scratch.need(at + 8 * KiB)
     scratch.close()
     scratch.open()
     assert scratch.slot(at + 7 * KiB, KiB).numel() == KiB
     scratch.close()
-    assert scratch.slot(at, 1) is None
+    assert not scratch.has(at, 1)

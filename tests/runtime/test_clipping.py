@@ -6,13 +6,14 @@ import signal
 import pytest
 import torch
 from pairs import assert_equal, assert_same, batches, mlp, on_disk, same_training
+from planned_runs import begun, expected, ids, loss_of, same, train
 from sampled import crossed
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import zcompile
 from zcompile.runtime.eager import streaming
-from zcompile.runtime.norms import Norms
+from zcompile.runtime.norms import CLIPPING, Measure, Norms
 
 
 def plain(value):
@@ -278,6 +279,39 @@ def test_clipping_looks_each_gradient_up_once_and_none_by_itself(tmp_path, monke
         clip_grad_norm_(model.parameters(), 0.1)
         assert (len(together), len(alone)) == (steps * len(list(model.parameters())), 0)
         model.zero_grad()
+
+
+def test_norms_of_gradients_that_rest_on_the_device_are_taken_at_once(monkeypatch):
+    model, compiled, optimizer = begun(4, device_memory="16MiB")
+    lists, alone = [], []
+    of_each, of_one = Measure.of_each, Measure.__call__
+    monkeypatch.setattr(Measure, "of_each", lambda m, gs: lists.append(len(gs)) or of_each(m, gs))
+    monkeypatch.setattr(Measure, "__call__", lambda m, g: alone.append(1) or of_one(m, g))
+    loss_of(compiled, ids(0)).backward()
+    assert sum(lists) == len(list(model.parameters()))
+    assert max(lists) > len(lists), "two ways in which gradients come to rest there"
+    assert not alone
+    model.zero_grad()
+    monkeypatch.undo()
+    train(model, compiled, optimizer, 4, 6)
+    assert same(model, expected(end=6))
+
+
+def test_measures_of_many_are_those_of_each():
+    grads = [torch.arange(float(n)).to(dtype) for n in (1, 7, 70_000) for dtype in DTYPES]
+    kwargs = (("dtype", torch.float64),)
+    norm_of_one = Measure(torch.ops.aten.linalg_vector_norm.default, (2,), (), False)
+    for measure in (CLIPPING, Measure(CLIPPING.func, (1.0,), kwargs, True), norm_of_one):
+        found = measure.of_each(grads)
+        assert plain(found) == plain([measure(grad) for grad in grads])
+        assert type(found[0]) is (list if measure.lists else torch.Tensor)
+    asked = []
+    Measure(lambda many: asked.append(len(many)) or many, (), (), True).of_each(grads)
+    assert asked == [3, 3], "those of one dtype together"
+    assert not CLIPPING.of_each([])
+
+
+DTYPES = torch.float32, torch.bfloat16
 
 
 def test_a_norm_is_its_callers_own(tmp_path):

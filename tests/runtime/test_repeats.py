@@ -202,6 +202,64 @@ def test_rows_are_made_once_for_all_steps(counted, tmp_path):
     assert counted["again"] >= 3
 
 
+def clipped_as_usual(params):
+    nn.utils.clip_grad_norm_(params, 1e-3)
+
+
+def scaled(by):
+    def scale(params):
+        with torch.no_grad():
+            torch._foreach_mul_([p.grad for p in params], by)
+
+    return scale
+
+
+CLIPPED_OTHERWISE = {
+    "not at all": lambda ps: None,
+    "twice": lambda ps: [clipped_as_usual(ps) for _ in range(2)],
+    "one by one": lambda ps: nn.utils.clip_grad_norm_(ps, 1e-3, foreach=False),
+    "some": lambda ps: clipped_as_usual(ps[:2]),
+    "all, in two groups": lambda ps: [clipped_as_usual(ps[:2]), clipped_as_usual(ps[2:])],
+    "by a number": scaled(0.25),
+    "by a tensor of another dtype": scaled(torch.tensor(0.25, dtype=torch.float64)),
+    "read": lambda ps: [clipped_as_usual(ps), float(ps[0].grad.sum())],
+    "a part": lambda ps: [clipped_as_usual(ps), ps[0].grad[0].mul_(0.5)],
+}
+
+
+@pytest.mark.parametrize(("otherwise", "where"), crossed(CLIPPED_OTHERWISE, WHERE))
+def test_a_step_that_clips_otherwise_is_seen(otherwise, where, tmp_path):
+    def run(model, call):
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        params = list(model.parameters())
+        losses = []
+        for step in range(7):
+            clip = CLIPPED_OTHERWISE[otherwise] if step == 4 else clipped_as_usual
+            losses += train(call, optimizer, 1, before=lambda clip=clip: clip(params))
+        return losses
+
+    same_training(run, tmp_path, "eager", **WHERE[where])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_rows_are_made_once_where_clipping_waits_for_the_step(counted, where, tmp_path):
+    deferred = []
+
+    def run(model, call):
+        optimizer, params = optim.AdamW(model.parameters(), fused=True), list(model.parameters())
+
+        def clip():
+            clipped_as_usual(params)
+            deferred.extend(len(p.grad.entry.deferred) for p in params if hasattr(p.grad, "entry"))
+
+        return train(call, optimizer, 6, before=clip)
+
+    same_training(run, tmp_path, "eager", **WHERE[where])
+    assert set(deferred) == {1}
+    assert counted["rows"] <= 3, "the first makes states; in the second they have their kind"
+    assert counted["again"] >= 3
+
+
 @pytest.mark.slow
 def test_a_plan_makes_them_anew_once(counted):
     model, compiled, optimizer = begun(3, device_memory="16MiB")

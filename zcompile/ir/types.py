@@ -202,7 +202,7 @@ class Layout:
             tensor = torch.ops.aten._conj.default(tensor)
         return torch.ops.aten._neg_view.default(tensor) if self.neg else tensor
 
-    @property
+    @cached_property
     def end_bytes(self) -> int:
         """From the entry's first byte to one past the last that the tensor touches."""
         return self.offset * self.dtype.itemsize + self.nbytes

@@ -1,11 +1,12 @@
 """Tells whether anything but values has changed since somebody looked.
 
 A planned step does to the same entries what the last one did. Where each of them rests, whether
-anything waits of it or moves it, and which tensor names it need not be looked at entry by entry
-then: who keeps something of a step keeps the mark of that moment, and uses it while the mark is the
-same. Whatever changes such a fact of an entry that outlives steps gives all stores of the process a
-new mark, after the change. A write of values changes none. What a gradient is is looked at anew in
-each step, since it is a new entry.
+anything waits of it, and which tensor names it need not be looked at entry by entry then: who keeps
+something of a step keeps the mark of that moment, and uses it while the mark is the same. Whatever
+changes such a fact of an entry that outlives steps gives all stores of the process a new mark,
+after the change. A write of values changes none, and a transfer only where compute uses the bytes
+where they rest: on the device. What a gradient is is looked at anew in each step, since it is a new
+entry.
 """
 
 

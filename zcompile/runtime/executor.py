@@ -708,10 +708,9 @@ class _Call:
 
     def _wait(self, wait: Wait) -> None:
         self._join(self.tickets[wait.ticket])
-        slot = wait.slot
-        at = slot.address + wait.offset
-        memory = self.store.arena.slot(at, slot.nbytes - wait.offset)
-        self.values[wait.register] = wait.layout.view(memory)
+        at = wait.slot.address + wait.offset
+        found = self.store.arena.slot_view(at, wait.layout)
+        self.values[wait.register] = self.in_place[id(found)] = found
 
     def _free(self, free: Free) -> None:
         slot = free.slot

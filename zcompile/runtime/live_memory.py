@@ -392,7 +392,10 @@ class PendingReads:
         """The tickets to wait for before `target` is overwritten."""
         if not self._reads:
             return ()
-        self._reads = [row for row in self._reads if not row[2].done()]
         begin = target.data_ptr()
         end = begin + target.nbytes
-        return [ticket for low, high, ticket in self._reads if low < end and begin < high]
+        return [
+            ticket
+            for low, high, ticket in self._reads
+            if low < end and begin < high and not ticket.done()
+        ]

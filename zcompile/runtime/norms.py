@@ -33,6 +33,19 @@ class Measure:
     def __call__(self, grad: Tensor) -> Any:
         return self.func([grad] if self.lists else grad, *self.rest, **dict(self.kwargs))
 
+    def of_each(self, grads: Sequence[Tensor]) -> Sequence[Any]:
+        """As a call with each. A list is measured by one call for each dtype, as torch itself
+        divides lists: of several it would choose another kernel."""
+        if not self.lists:
+            return [self(grad) for grad in grads]
+        found: list[Any] = [None] * len(grads)
+        for dtype in dict.fromkeys(grad.dtype for grad in grads):
+            alike = [at for at, grad in enumerate(grads) if grad.dtype is dtype]
+            norms = self.func([grads[at] for at in alike], *self.rest, **dict(self.kwargs))
+            for at, norm in zip(alike, norms, strict=True):
+                found[at] = [norm]
+        return found
+
     @property
     def order(self) -> float | None:
         """The p of the norm; None, if it is not the p-norm of all elements."""
@@ -90,6 +103,12 @@ class Norms:
         layout = Layout.of(grad)
         for measure in self._wanted:
             entry.norms[measure] = entry.version, layout, measure(grad)
+
+    def note_each(self, entries: Sequence[Entry], grads: Sequence[Tensor]) -> None:
+        """As `note` of each of these, in one call: a backward makes hundreds."""
+        for measure in self._wanted:
+            for entry, grad, value in zip(entries, grads, measure.of_each(grads), strict=True):
+                entry.norms[measure] = entry.version, Layout.of(grad), value
 
     def note_tile(self, entry: Entry, offset: int, tile: Tensor) -> None:
         """Measure `tile`, which has just become the elements of `entry` from `offset` on."""

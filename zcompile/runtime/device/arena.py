@@ -147,16 +147,7 @@ class Arena:
         """The bytes of a planned slot: uint8 [nbytes], the same object each time, so nobody may
         change its metadata. Accounts for nothing."""
         if address + nbytes > self.budget_bytes:
-            if (beside := self.scratch.slot(address, nbytes)) is not None:
-                return beside
-            raise BudgetExceeded(
-                "device",
-                self.budget_bytes,
-                address + nbytes,
-                "a planned slot",
-                (),
-                "raise device_memory",
-            )
+            return self._scratch_with(address, nbytes).slot(address, nbytes)
         known = address, nbytes
         slot = self._slot_memory.get(known)
         if slot is None:
@@ -166,6 +157,25 @@ class Arena:
                 memory = self._memory if self._memory is not None else self._allocated()
                 slot = self._slot_memory[known] = memory[address : address + nbytes]
         return slot
+
+    def slot_view(self, address: int, layout: Layout) -> Tensor:
+        """A tensor of `layout` over the bytes of a planned slot from `address` on; as `slot`."""
+        if address + layout.end_bytes > self.budget_bytes:
+            return self._scratch_with(address, layout.end_bytes).view(address, layout)
+        return self.view(address, layout)
+
+    def _scratch_with(self, address: int, nbytes: int) -> "StepScratch":
+        """The step scratch, which has a slot. raises  BudgetExceeded, if it has not"""
+        if self.scratch.has(address, nbytes):
+            return self.scratch
+        raise BudgetExceeded(
+            "device",
+            self.budget_bytes,
+            address + nbytes,
+            "a planned slot",
+            (),
+            "raise device_memory",
+        )
 
     def view(self, address: int, layout: Layout) -> Tensor:
         """A tensor of `layout` over the bytes from `address` on, where an entry rests for long.
@@ -449,6 +459,8 @@ class StepScratch:
         self.room = NO_ROOM
         self.memory: Tensor | None = None
         self._needed = 0
+        self._slots: dict[tuple[int, int], Tensor] = {}
+        self._views: dict[tuple[int, Layout], Tensor] = {}
 
     def plan(self, room: StepRoom) -> None:
         """Let steps use the addresses of `room` from here on."""
@@ -466,17 +478,36 @@ class StepScratch:
         if self.memory is None:
             self.memory = self._device.allocate(self._needed)
 
-    def slot(self, address: int, nbytes: int) -> Tensor | None:
-        """The bytes of a planned slot: uint8 [nbytes]; None, if they do not lie in the open
-        memory."""
+    def has(self, address: int, nbytes: int) -> bool:
+        """Whether a planned slot lies in the open memory."""
         memory, at = self.memory, address - self.room.begin
-        if memory is None or at < 0 or at + nbytes > memory.numel():
-            return None
-        return memory[at : at + nbytes]
+        return memory is not None and at >= 0 and at + nbytes <= memory.numel()
+
+    def slot(self, address: int, nbytes: int) -> Tensor:
+        """The bytes of a planned slot, which it has: uint8 [nbytes]; as `Arena.slot`."""
+        known = address, nbytes
+        slot = self._slots.get(known)
+        if slot is None:
+            memory, at = self.memory, address - self.room.begin
+            assert memory is not None, "it is open"
+            with torch.inference_mode(False), without_modes():  # as of `Arena.view`
+                slot = self._slots[known] = memory[at : at + nbytes]
+        return slot
+
+    def view(self, address: int, layout: Layout) -> Tensor:
+        """A tensor of `layout` over the bytes of a slot, which it has; as `Arena.view`."""
+        known = address, layout
+        view = self._views.get(known)
+        if view is None:
+            with torch.inference_mode(False), without_modes():  # as of `Arena.view`
+                view = self._views[known] = layout.view(self.slot(address, layout.end_bytes))
+        return view
 
     def close(self) -> None:
         """Free the memory. The caller knows that nothing uses it."""
         self.memory = None
+        self._slots.clear()
+        self._views.clear()
 
 
 def lies_in(tensor: Tensor, memory: Tensor | None) -> bool:

@@ -17,7 +17,7 @@ from zcompile.ir.types import EntryKind
 from zcompile.runtime.norms import Measure, measure_of
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.sources import before_write
-from zcompile.runtime.store.store import Deferred
+from zcompile.runtime.store.store import Deferred, Entry
 
 aten = torch.ops.aten
 
@@ -105,6 +105,29 @@ def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
     return measure.join(parts)
 
 
+def on_device_and_not(
+    cls: Any, func: Dispatched, args: Sequence[Any]
+) -> tuple[list[Any], list[Any]] | None:
+    """Gradients of a list that are to be multiplied at once, since compute reaches them where they
+    rest, and those whose change is deferred; None, if the list is not of both kinds."""
+    if func not in SCALES or not isinstance(args[0], list):
+        return None
+    near, far = list[Any](), list[Any]()
+    for tensor in args[0]:
+        if not isinstance(tensor, cls):
+            return None
+        tiered: Any = tensor
+        (near if _is_reached(tiered.entry) else far).append(tensor)
+    if not (near and far and all(is_gradient(cls, tensor) for tensor in args[0])):
+        return None
+    return near, far
+
+
+def _is_reached(entry: Entry) -> bool:
+    """Whether nothing is saved by waiting with a change of an entry."""
+    return entry.on_device and entry.narrow is None
+
+
 def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Note `gradients *= number` for the next reader; NotImplemented if that cannot be."""
     lists = isinstance(args[0], list)
@@ -118,8 +141,8 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if any(c.layout.dtype != t.entry_layout.dtype for t in tensors for c in t.entry.deferred):
         return NotImplemented  # of complex numbers, then of their parts: one after the other
-    if all(entry.on_device and entry.narrow is None for entry in entries.values()):
-        return NotImplemented  # nothing is to be saved by waiting
+    if all(map(_is_reached, entries.values())):
+        return NotImplemented
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:
         change = Deferred(func, operand, lists, tensor.entry_layout)

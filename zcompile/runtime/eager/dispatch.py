@@ -32,7 +32,13 @@ from zcompile.ir.torch_compat import (
     without_modes,
 )
 from zcompile.ir.types import Layout
-from zcompile.runtime.eager.clipping import SCALES, defer_scale, known_norm, known_norms
+from zcompile.runtime.eager.clipping import (
+    SCALES,
+    defer_scale,
+    known_norm,
+    known_norms,
+    on_device_and_not,
+)
 from zcompile.runtime.eager.fillings import SPECIAL, new_like
 from zcompile.runtime.eager.joined import (
     NOT_JOINED,
@@ -131,6 +137,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         joined = _join(cls, func, args, kwargs)
         if joined is not NOT_JOINED:
             return joined
+        if (parts := on_device_and_not(cls, func, args)) is not None:
+            near, far = parts
+            call(cls, func, (near, *args[1:]), kwargs)  # a repeat, in most steps
+            args = (far, *args[1:])
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
     args, kwargs = computed(args, kwargs)

@@ -2,9 +2,11 @@
 
 An optimizer calls `_fused_adamw_` on the same parameters and states in each step, with new
 gradients and another learning rate. What its rows and their schedule depend on is compared with
-what it was when they were made: the layout of each tensor, the kind of its entry, and where that
-rests; dtype, device and shape of plain tensors; the type of everything else; what there is to
-stream through. If any of it has changed, or a change is deferred, the rows are made anew.
+what it was when they were made: the layout of each tensor, the kind of its entry, where that rests,
+and which changes are deferred of it, as clipping does; dtype, device and shape of plain tensors;
+the type of everything else; what there is to stream through. If any of it has changed, the rows are
+made anew. The number that clipping multiplies by is another one in each step, so it is an operand
+of the rows.
 
 Of a step whose plan is settled most of that need not be asked of each operand again: while
 `CHANGES` has the mark that it had then, the entries of parameters and states are what they were
@@ -15,7 +17,7 @@ are new, and of plain operands.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +26,20 @@ from torch.autograd.graph import increment_version
 from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.torch_compat import Dispatched
-from zcompile.ir.types import EntryKind, Layout
+from zcompile.ir.types import Layout
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.eager.rows import counts_writes_in_kernels, leaves_of
+from zcompile.runtime.host_updates import HostUpdates
 from zcompile.runtime.session import Repeat, Session, session_of
 from zcompile.runtime.store.store import Entry
 
 _LAYOUT = attrgetter("entry_layout")
+_STATE = attrgetter(
+    "store", "kind", "nbytes", "waits", "narrow", "unexchanged", "place.tier.on_device"
+)
+"""What is compared of an entry that does not outlive the step."""
+ON_DEVICE = -1
+"""Where `_STATE` tells whether it rests on the device."""
 LIST_OPS = ("aten::_foreach", "aten::_fused")
 MOST_REPEATS = 8
 """Repeats kept of calls with as many operands each: of groups of parameters of one size."""
@@ -42,8 +51,9 @@ class ListCall:
 
     func      the op
     kind      the op, how many operands it has where, and how often each row takes turns
-    leaves    its operands, lists taken apart
+    leaves    its operands, lists taken apart; behind them those of deferred changes
     entries   those behind tiered operands: position -> entry
+    changing  of those of which changes are deferred: position -> those of the changes' operands
     known     what the rows and their schedule depend on
     mark      of `CHANGES`, before that was looked at
     before    the call that this one is a repeat of, if that is known
@@ -55,6 +65,7 @@ class ListCall:
     counts: tuple[int, ...]
     leaves: list[Any]
     entries: dict[int, Entry]
+    changing: dict[int, range]
     known: tuple[object, ...]
     mark: object
     before: Repeat | None = None
@@ -76,7 +87,11 @@ class ListCall:
             increment_version(written)
         inputs = [leaves[at] for at in found.inputs]
         entries = [self.entries[at] for at in found.entries]
-        self.session.late.run(found.schedule, inputs, entries)
+        changing = [
+            (entry, entry.deferred, at in found.written)
+            for at, entry in ((at, self.entries[at]) for at in self.changing)
+        ]
+        self.session.late.run(found.schedule, inputs, entries, changing)
         return True
 
     def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
@@ -99,18 +114,38 @@ class ListCall:
             known.pop(0)
 
     def _in_rows(self) -> tuple[list[int], list[int]]:
-        """Positions of tiered and of other operands, row after row."""
+        """Positions of tiered and of other operands, row after row; of a row the operands of
+        deferred changes come last."""
         rows = max(self.counts)
         tiered: list[int] = []
         plain: list[int] = []
         for row in range(rows):
-            begin = 0
+            begin, changes = 0, list[int]()
             for count in self.counts:
                 taken = [row] if count == rows else range(abs(count))
                 for at in (begin + n for n in taken):
                     (tiered if at in self.entries else plain).append(at)
+                    changes += self.changing.get(at, ())
                 begin += abs(count)
+            plain += changes
         return tiered, plain
+
+
+class _Passing(NamedTuple):
+    """What is known of an operand whose entry is another in each step, as a gradient's is.
+
+    state     as `_STATE` tells it
+    in_place  compute reaches the entry where it rests
+    on_host   the host may update what rests there
+    changes   what is deferred, as `_changes_of` tells it
+    """
+
+    at: int
+    layout: Layout
+    state: tuple[object, ...]
+    in_place: bool
+    on_host: bool
+    changes: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -121,7 +156,8 @@ class KeptOperands:
     on_host  the plan lets the host update something
     entries  those over entries that outlive steps: the entry of each
     layouts  of those
-    passing  those over other entries, all of them on the device: layout, bytes and kind of each
+    passing  those over other entries
+    changing positions of those of them of which changes are deferred
     numbers  plain tensors without dimensions: dtype and device of each
     others   what is known of each of the others
     """
@@ -131,7 +167,8 @@ class KeptOperands:
     on_host: bool
     entries: dict[int, Entry]
     layouts: Sequence[Layout]
-    passing: Sequence[tuple[int, Layout, int, EntryKind]]
+    passing: Sequence[_Passing]
+    changing: Sequence[int]
     numbers: Sequence[tuple[int, torch.dtype, torch.device]]
     others: Sequence[tuple[int, object]]
 
@@ -149,19 +186,22 @@ class KeptOperands:
             return None
         if any(map(is_not, map(_LAYOUT, lasting), self.layouts)):
             return None
-        found = {**self.entries}
-        for at, layout, nbytes, kind in self.passing:
+        found, updates = {**self.entries}, session.host_updates
+        for at, layout, state, in_place, on_host, changes in self.passing:
             leaf = leaves[at]
             if type(leaf) is not cls or (known := leaf._known) is None:
                 return None
             entry = known()
-            if entry is None or entry.store is not session or leaf.entry_layout != layout:
+            if entry is None or entry.copies or _STATE(entry) != state:
                 return None
-            if entry.waits is not None or entry.deferred or entry.copies or entry.unexchanged:
+            if leaf.entry_layout is not layout and leaf.entry_layout != layout:
                 return None
-            if entry.narrow is not None or entry.nbytes != nbytes or entry.kind is not kind:
+            if (entry.deferred or changes) and _changes_of(leaf, entry) != changes:
                 return None
-            if not entry.place.tier.on_device:
+            if not state[ON_DEVICE] and (
+                session.can_view_in_place(entry) is not in_place
+                or _is_for_host(updates, entry) is not on_host
+            ):
                 return None
             found[at] = entry
         for at, dtype, device in self.numbers:
@@ -174,34 +214,37 @@ class KeptOperands:
             leaf = leaves[at]
             if isinstance(leaf, cls) or _known_of(leaf) != known_of:
                 return None
-        alike = len({id(found[at]) for at, *_ in self.passing}) == len(self.passing)
+        alike = len({id(found[passing.at]) for passing in self.passing}) == len(self.passing)
         return found if alike else None
 
 
-def _kept_operands(call: ListCall) -> KeptOperands | None:
-    """What the next call is compared with; None, if it has to be looked at closely."""
+def _kept_operands(call: ListCall) -> KeptOperands:
+    """What the next call is compared with."""
+    session, updates = call.session, call.session.host_updates
     entries, layouts, passing, numbers, others = dict[int, Entry](), [], [], [], []
-    for at, leaf in enumerate(call.leaves):
+    operands = len(call.leaves) - sum(map(len, call.changing.values()))
+    for at, leaf in enumerate(call.leaves[:operands]):
         entry = call.entries.get(at)
         if entry is not None and entry.kind.lasting:
             entries[at] = entry
             layouts.append(leaf.entry_layout)
-        elif entry is not None and entry.place.tier.on_device:
-            passing.append((at, leaf.entry_layout, entry.nbytes, entry.kind))
         elif entry is not None:
-            return None
+            in_place, on_host = session.can_view_in_place(entry), _is_for_host(updates, entry)
+            changes = _changes_of(leaf, entry) or ()
+            row = _Passing(at, leaf.entry_layout, _STATE(entry), in_place, on_host, changes)
+            passing.append(row)
         elif type(leaf) is Tensor and not leaf.dim():
             numbers.append((at, leaf.dtype, leaf.device))
         else:
             others.append((at, _known_of(leaf)))
-    session = call.session
     return KeptOperands(
         call.mark,
         session.step_room,
-        bool(session.host_updates.wanted),
+        bool(updates.wanted),
         entries,
         layouts,
         passing,
+        [row.at for row in passing if row.changes],
         numbers,
         others,
     )
@@ -229,10 +272,59 @@ def call_as_before(
         wanted = bool(session.host_updates.wanted)
         if entries is None or wanted != kept.on_host or session.step_room != kept.room:
             continue
+        operands, changing = _with_changes(leaves, entries, kept.changing)
         return ListCall(
-            session, func, kind, counts, leaves, entries, repeat.known, kept.mark, repeat
+            session,
+            func,
+            kind,
+            counts,
+            operands,
+            entries,
+            changing,
+            repeat.known,
+            kept.mark,
+            repeat,
         )
     return None
+
+
+# --- What rows depend on ---
+
+
+def _changes_of(leaf: Any, entry: Entry) -> tuple[object, ...] | None:
+    """What the rows of a call, or their schedule, depend on of the changes that are deferred of an
+    operand; None, if rows do not make them on their way (`StreamedCall`)."""
+    layout = leaf.entry_layout
+    if not entry.deferred:
+        return ()
+    if entry.on_device or entry.kind.lasting or not leaf.covers:
+        return None
+    if any(change.layout.dtype != layout.dtype for change in entry.deferred):
+        return None
+    return tuple([(c.func, c.lists, _known_of(c.operand)) for c in entry.deferred])
+
+
+def _with_changes(
+    leaves: list[Any], entries: dict[int, Entry], deferred: Sequence[int]
+) -> tuple[list[Any], dict[int, range]]:
+    """The operands of a call, and behind them those of deferred changes; and where those of each
+    tiered operand are.
+
+    deferred  positions of the tiered operands of which there are any, in order
+    """
+    if not deferred:
+        return leaves, {}
+    operands, changing = [*leaves], dict[int, range]()
+    for at in deferred:
+        begin = len(operands)
+        operands += [change.operand for change in entries[at].deferred]
+        changing[at] = range(begin, len(operands))
+    return operands, changing
+
+
+def _is_for_host(updates: HostUpdates, entry: Entry) -> bool:
+    """Whether the host may update an entry where it rests."""
+    return bool(updates.wanted) and updates.reaches(entry)
 
 
 def _known_of(leaf: object) -> object:
@@ -254,7 +346,7 @@ def list_call(
     if any(type(v) in (tuple, dict) for v in values) or max(counts) < 1:
         return None
     mark = CHANGES.mark
-    # What the rows depend on, operand by operand; with a deferred change or a copy that varies.
+    # What the rows depend on, operand by operand; with a copy in another dtype that varies.
     leaves = leaves_of(args, kwargs)
     entries: dict[int, Entry] = {}
     known: list[object] = []
@@ -266,12 +358,13 @@ def list_call(
                 if entry.waits is session_of(entry).noted_ops:
                     return None  # the op may be noted with those
                 entry.settle_updates()  # before it is looked at where it rests
-            if entry.deferred or entry.copies or entry.narrow is not None:
+            changes = _changes_of(tiered, entry)
+            if changes is None or entry.copies or entry.narrow is not None:
                 return None
-            in_place = entry.place.tier.on_device or entry.store.can_view_in_place(entry)
-            updates = session_of(entry).host_updates
-            on_host = bool(updates.wanted) and updates.reaches(entry)
-            known.append((tiered.entry_layout, entry.nbytes, entry.kind, in_place, on_host))
+            in_place = entry.store.can_view_in_place(entry)
+            on_host = _is_for_host(session_of(entry).host_updates, entry)
+            layout = tiered.entry_layout
+            known.append((layout, entry.nbytes, entry.kind, in_place, on_host, changes))
         else:
             known.append(_known_of(leaf))
     # All entries are different, and of one store.
@@ -282,4 +375,6 @@ def list_call(
     session = session_of(next(iter(stores.values())))
     known.append(session.step_room)
     kind = func, counts, tuple(kwargs)
-    return ListCall(session, func, kind, counts, leaves, entries, tuple(known), mark)
+    deferred = [at for at, entry in entries.items() if entry.deferred]
+    operands, changing = _with_changes(leaves, entries, deferred)
+    return ListCall(session, func, kind, counts, operands, entries, changing, tuple(known), mark)

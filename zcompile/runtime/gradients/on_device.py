@@ -186,12 +186,13 @@ class DeviceGradients:
                 self._make_entries(stayed)
         received, self._received = self._received, []
         self._expected.clear()
-        for leaf, expected in received:
+        for _, expected in received:
             made = expected.entry
             with as_they_rest([made]):
                 self._store.view_in_place(made, 0, made.nbytes, True, overwrites=True)
-            with torch.no_grad():
-                self._norms.note(made, expected.target.to(expected.param.dtype))
+        with torch.no_grad():
+            self._take_norms([(e.entry, e.target, e.param.dtype) for _, e in received])
+        for leaf, expected in received:
             self._came(leaf, expected.param, expected.grad)
 
     def _make_entries(self, stayed: Sequence[_Staying]) -> None:
@@ -222,11 +223,21 @@ class DeviceGradients:
             for made in entries[len(grads) :]:
                 self._store.handle(made)  # which nobody keeps, and with which it dies
             raise
-        for (param, leaf, layout, value), made, grad in zip(stayed, entries, grads, strict=True):
+        for made in entries:
             made.written()
-            dtype = param.dtype
-            self._norms.note(made, value if layout.dtype is dtype else value.to(dtype))
-            self._came(leaf, param, grad)
+        rows = zip(entries, stayed, strict=True)
+        self._take_norms([(made, found.value, found.param.dtype) for made, found in rows])
+        for found, grad in zip(stayed, grads, strict=True):
+            self._came(found.leaf, found.param, grad)
+
+    def _take_norms(self, made: Sequence[tuple[Entry, Tensor, torch.dtype]]) -> None:
+        """Take the norms of entries in these dtypes, of which the values are there: of those that
+        have them at once; others are widened one after the other."""
+        as_made = [(entry, value) for entry, value, dtype in made if value.dtype is dtype]
+        self._norms.note_each([entry for entry, _ in as_made], [value for _, value in as_made])
+        for entry, value, dtype in made:
+            if value.dtype is not dtype:
+                self._norms.note(entry, value.to(dtype))
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""

@@ -121,13 +121,15 @@ def load_compiled() -> None:
 
 
 @contract
-def FLEX_ATTENTION() -> None:
-    """What `flex_attention` is in a graph: one op, which is given graphs, and whose first result is
-    its value; and another for its gradient."""
+def is_flex_attention() -> None:
+    """It is one op in a graph, and its gradient another; Inductor's caches keep code of both."""
     from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
-    assert {flex_attention, flex_attention_backward} == private.FLEX_ATTENTION
-    assert all(op.cacheable() for op in private.FLEX_ATTENTION)
+    graph = fx.Graph()
+    for op in (flex_attention, flex_attention_backward):
+        assert op.cacheable()
+        assert private.is_flex_attention(graph.call_function(op))
+    assert not private.is_flex_attention(graph.call_function(aten.mm.default))
 
 
 @contract

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from zcompile.ir.graph import CASTS, UNTAGGED, bases_of, is_subgraph, root_of, subgraph_of, writes
-from zcompile.ir.torch_compat import FLEX_ATTENTION, Dispatched, is_random
+from zcompile.ir.torch_compat import Dispatched, is_flex_attention, is_random
 
 aten = torch.ops.aten
 
@@ -259,21 +259,17 @@ def is_fusible(node: fx.Node) -> bool:
 def is_fusible_but_for_sizes(node: fx.Node) -> bool:
     """Whether a node would be fusible, and does work, if its sizes were numbers."""
     known = _is_known(node) and computes(node)
-    if _is_flex_attention(node):
+    if is_flex_attention(node):
         return not is_fusion_alone(node)
     return known and not all(map(_is_static, _tensors(node)))
 
 
 def is_fusion_alone(node: fx.Node) -> bool:
     """Whether a node is a fusion by itself: a call of `flex_attention` whose sizes are numbers."""
-    if not _is_flex_attention(node) or not all(map(_is_static, _tensors(node))):
+    if not is_flex_attention(node) or not all(map(_is_static, _tensors(node))):
         return False
     values = (n.meta["val"] for n in node.all_input_nodes if not is_subgraph(n))
     return all(isinstance(value, torch.Tensor) for value in values)
-
-
-def _is_flex_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in FLEX_ATTENTION
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -450,6 +450,13 @@ def stays_one_op(target: object) -> bool:
     )
 
 
+def is_flex_attention(node: fx.Node) -> bool:
+    """Whether a node calls `flex_attention`, or its gradient: attention that is given graphs, of
+    what becomes of a score and of which pairs there are."""
+    flex = torch.ops.higher_order
+    return node.target in (flex.flex_attention, flex.flex_attention_backward)
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call draws random numbers, or may give other bits when it is called again.
 
@@ -1212,12 +1219,6 @@ _MANY = 1 << 30
 
 
 # --- Inductor ---
-
-
-FLEX_ATTENTION = frozenset(
-    {torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward}
-)
-"""Attention that is given graphs: what is added to a score, and which pairs there are."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ SMALL_BESIDE_BYTES = 4 * MiB
 RING_PART = 128
 """The ring takes one part in so many of the host. Nothing rests in it: a byte more of it is a byte
 more that is read from disk and written there in every step."""
-SMALL_RING_BYTES = 1 * MiB
+SMALL_RING_BYTES = 2 * MiB
 """Largest ring of an eighth of the host, where a 128th is less: small chunks are mostly
 overhead."""
 BACKLOG_PART = 4

@@ -12,6 +12,8 @@ import zcompile
 from zcompile.frontend import replan
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import Bytes, KiB
+from zcompile.machine.cost import Costs
+from zcompile.machine.model import Compute, Link, Machine
 from zcompile.planner import late_step, step_plan
 
 WIDTH, VOCABULARY = 32, 64
@@ -20,6 +22,16 @@ PLANNED = 3
 """Steps after which a plan is in force."""
 THROTTLE = {"h2d": "200MB/s", "d2h": "200MB/s"}
 """Links over which what rests on the host moves, and is not computed where it lies."""
+
+
+MACHINE = Machine(
+    "given",
+    {},
+    {name: Link(name, 200e6, 100e-6) for name in ("h2d", "d2h")},
+    Compute({"float32": 50e9}, 10e9),
+)
+"""With links as `THROTTLE` leaves them. Their latency has the smallest entries rest on the device:
+these take least of it for each transfer that they save."""
 
 
 def gpt(layers: int = 1) -> nn.Module:
@@ -117,6 +129,12 @@ def review_no_plan(monkeypatch) -> None:
     """Keep the plan of a run in force: whether a review finds a better one depends on what was
     measured, and so on how busy the machine is."""
     monkeypatch.setattr(replan, "REVIEW", 1000)
+
+
+def plan_at_given_costs(monkeypatch) -> None:
+    """Plan for `MACHINE`, whatever regions and links of this one are seen to take: the same
+    entries rest on the same tiers in every run."""
+    monkeypatch.setattr(replan, "costs_of", lambda session: Costs(MACHINE, session.ways()))
 
 
 def let_all_be_late(monkeypatch) -> None:

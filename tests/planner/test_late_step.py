@@ -11,7 +11,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir.effects import IN
 from zcompile.ir.late_updates import is_update
 from zcompile.ir.optimizer_step import Column
-from zcompile.ir.schedule import Cast, Drop, EntryIndex, Run, Schedule, Store
+from zcompile.ir.schedule import Cast, Drop, EntryIndex, Run, Schedule, Store, Wait
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, KiB, MiB
@@ -168,6 +168,26 @@ def test_an_update_comes_before_the_first_region_that_reads_its_parameter():
             waited[x.register] = x
     assert waited
     assert waited.keys() <= updated
+
+
+def test_what_an_update_has_written_is_sent_before_others_read_it():
+    step = with_late_step(traced(), CHUNK).step
+    homes = dict.fromkeys(step.facts, "host")
+    made = arranged(step, homes, ArenaShare(4 * MiB, 8, CHUNK))
+    (forward,) = (call for call in made.calls if call.schedule.updates_late)
+    sent, read, late, lies = set(), set(), set(), {}
+    for x in forward.schedule.instructions:
+        if isinstance(x, Wait):
+            lies[x.slot] = x.register
+        elif isinstance(x, Store):
+            sent.add(lies[x.slot])
+        elif isinstance(x, Run) and x.late is not None:
+            late |= set(x.inputs)
+        elif isinstance(x, Run):
+            weights = {r for r in x.inputs if r in late}
+            read |= weights
+            assert weights <= sent
+    assert read
 
 
 def named_late(forward) -> set[str]:

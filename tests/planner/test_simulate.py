@@ -165,7 +165,7 @@ def test_half_duplex_links_take_turns_and_reads_go_first():
     late = fetching(2, 0, slot=HIGH, lasting=False)
     rows = (storing(0, 5), storing(1, 6), late, waiting(0), computing(1))
     stored = step_of(a_call(*rows, phase=Phase.STEP), home="disk")
-    ways = TransferModes(straight_read=True, straight_write=True, ring_bytes=1)
+    ways = TransferModes(straight_read=True, straight_write=True)
     assert first(stored, Costs(machine(), ways)).stall_s == 1.0
     found = first(stored, Costs(machine(half_duplex=True), ways))
     assert travelled(found) == [(0.0, 1.0), (2.0, 3.0), (1.0, 2.0)]
@@ -179,16 +179,20 @@ def test_a_slot_that_is_still_leaving_is_not_overwritten():
 
 
 @pytest.mark.parametrize(
-    ("ring_bytes", "stored", "next_fetch"),
-    [(ONE, (2.0, 3.0), (3.0, 4.0)), (2 * ONE, (2.0, 3.25), (2.25, 3.25))],
+    ("behind_bytes", "stored", "next_fetch"),
+    [(ONE - 1, (2.0, 3.0), (3.0, 4.0)), (ONE, (2.0, 3.25), (2.25, 3.25))],
 )
-def test_a_slot_that_the_ring_has_room_for_is_free_before_the_disk_has_its_bytes(
-    ring_bytes, stored, next_fetch
+def test_a_slot_that_is_written_behind_is_free_before_the_disk_has_its_bytes(
+    behind_bytes, stored, next_fetch
 ):
     rows = (fetching(0, 0), waiting(0), computing(1, 3), storing(0, 4, 3), freeing())
     after = a_call(fetching(1, 0), waiting(0), computing(1), freeing())
     ways = TransferModes(
-        straight_read=True, straight_write=True, chunk_bytes=ONE, ring_bytes=ring_bytes
+        straight_read=True,
+        straight_write=True,
+        behind_bytes=behind_bytes,
+        chunk_bytes=ONE,
+        ring_bytes=2 * ONE,
     )
     step = step_of(a_call(*rows, phase=Phase.STEP), after, home="disk")
     assert travelled(first(step, Costs(machine(d2h=4 * ONE), ways)))[1:] == [stored, next_fetch]

@@ -45,6 +45,7 @@ ways = st.builds(
     asynchronous=st.booleans(),
     straight_read=st.booleans(),
     straight_write=st.booleans(),
+    behind_bytes=st.integers(0, 1000),
     chunk_bytes=st.integers(100, 4000),
     ring_bytes=st.integers(1000, 100_000),
     backlog_bytes=st.integers(0, 10_000),

@@ -1,17 +1,24 @@
-"""Disk and memory exchange bytes without a copy between, where both lie on granules; writes do
-where the ring has no room for them."""
+"""Disk and memory exchange bytes without a copy between, where both lie on granules; writes to a
+slow disk do where the ring has no room for them."""
 
 import mmap
 
 import pytest
 import torch
+from planned_runs import LITTLE_HOST, PLANNED, WEIGHT_BYTES, begun, held_bytes
 
+import zcompile
+from zcompile.frontend.offload import session_behind
+from zcompile.frontend.session_plan import costs_of
 from zcompile.ir.types import ALIGNMENT, EntryKind
-from zcompile.ir.units import Bytes, KiB
+from zcompile.ir.units import Bytes, KiB, MiB
+from zcompile.machine import staging
+from zcompile.machine.model import Compute, Link, Machine
 from zcompile.machine.staging import lane_bytes
 
 SMALL = Bytes(256 * KiB)
 """The least host budget: all of it is staging, so entries rest on disk."""
+RING = 4 * MiB
 
 
 @pytest.fixture
@@ -56,6 +63,44 @@ def test_a_slot_goes_to_disk_by_the_ring_if_that_has_room_and_comes_back_without
     assert torch.equal(target, numbers(nbytes))
     assert ranges == []
     assert store.meter.bytes()["h2d"] == store.meter.bytes()["d2h"] == nbytes
+
+
+def test_what_is_not_written_behind_goes_to_disk_without_the_ring(open_store, staged):
+    store = open_store(host_memory=SMALL, disk=True)
+    store._context.staging.write_behind(8191)
+    ranges = staged(store)
+    for nbytes, passed in ((4096, [(0, 4096)]), (8192, [])):
+        ranges.clear()
+        store.put(store.create("w", EntryKind.PARAM, nbytes), store.arena.slot(0, nbytes)).wait()
+        assert ranges == passed
+
+
+def disk(bytes_per_s):
+    rates = {"h2d": 8e9, "d2h": 8e9, "disk_read": 4e9, "disk_write": bytes_per_s}
+    links = {name: Link(name, rate) for name, rate in rates.items()}
+    return Machine("given", {}, links, Compute({"float32": 1e11}, 2e10))
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "behind_bytes"), [(2e9, lane_bytes(RING)), (2.1e9, 0), (16e9, 0)]
+)
+def test_slots_are_written_behind_by_a_disk_that_is_far_slower_than_a_copy(
+    bytes_per_s, behind_bytes
+):
+    assert staging.behind_bytes(RING, disk(bytes_per_s).links) == behind_bytes
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_plan_has_slots_written_as_it_was_simulated(tmp_path, quick):
+    machine = disk(8e9 if quick else 1e9)
+    fields = {"host_memory": LITTLE_HOST, "disk": tmp_path / "disk", "machine": machine}
+    model, _, _ = begun(PLANNED, device_memory=Bytes(WEIGHT_BYTES + held_bytes()), **fields)
+    session = session_behind(model)
+    ring = session._context.staging
+    assert session.controller.plan is not None
+    assert ring.behind_bytes == (0 if quick else lane_bytes(ring.nbytes))
+    assert costs_of(session).ways.behind_bytes == session.ways().behind_bytes == ring.behind_bytes
+    zcompile.close(model)
 
 
 def test_memory_outside_the_arena_goes_to_disk_without_the_ring(open_store, staged):

@@ -24,9 +24,11 @@ from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lo
 from zcompile.ir.schedule import (
     EntryIndex,
     Instruction,
+    LateChunk,
     Literal,
     Reduce,
     Register,
+    Run,
     Schedule,
     Slot,
     Ticket,
@@ -50,6 +52,10 @@ SAFE = (
 
 def but(rows: tuple[Instruction, ...], at: int, *instead: Instruction) -> tuple[Instruction, ...]:
     return (*rows[:at], *instead, *rows[at + 1 :])
+
+
+def late(update: Run) -> Run:
+    return replace(update, late=LateChunk(0, 0, 128))
 
 
 BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
@@ -141,6 +147,10 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "compute on bytes that are on their way home": (
         lambda: schedule(*STEP[:4], run(0, 1, ticket=9), *STEP[4:], phase=Phase.STEP),
+        "'w' is computed with while its store reads it",
+    ),
+    "a late update of bytes that are on their way home": (
+        lambda: schedule(*STEP[:4], late(run(0, 1, ticket=9)), *STEP[4:]),
         "'w' is computed with while its store reads it",
     ),
     "bytes that move while compute has them where they rest": (
@@ -267,7 +277,15 @@ def test_the_oracle_knows_the_three_races_on_record(case):
     assert any("races" in fault for fault in faults(BROKEN[case][0]()))
 
 
-@pytest.mark.parametrize("rows", [SAFE, STEP, LEAVING], ids=["forward", "step", "leaving"])
+READ_AFTER_ITS_UPDATE = (*STEP[:2], late(STEP[2]), STEP[3], run(0, 1, ticket=6), STEP[4])
+"""A parameter that is on its way home while compute reads what was written."""
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE],
+    ids=["forward", "step", "leaving", "read after its update"],
+)
 def test_what_they_were_broken_from_is_safe(rows):
     whole = schedule(
         *rows,

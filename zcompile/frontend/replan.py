@@ -437,7 +437,9 @@ class StepController(Rescheduling):
                 return
             return self._apply(without)
         rests |= copies
-        plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(self.costs()))
+        costs = self.costs()
+        session.write_behind(costs.ways.behind_bytes)
+        plan = at_rest(plan, self._base, rests, session.window_bytes, seconds_at(costs))
         self.plan, self._predicted = plan, None
         self._narrow_serials = frozenset(made.serial for made in plan.reads.values())
         session.late.want(plan.late)

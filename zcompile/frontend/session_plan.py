@@ -12,6 +12,7 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, EntryRef
 from zcompile.machine.cost import Costs
 from zcompile.machine.model import RANK_LINKS, Link, Machine
+from zcompile.machine.staging import behind_bytes
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
 from zcompile.planner.floor import floor
@@ -54,9 +55,12 @@ disk, if there is one; that costs no more than to leave its size over for good."
 def costs_of(session: Session) -> Costs:
     """Costs of this machine, and of what ran on it."""
     machine = machine_for(session.config, session.device)
+    ways = session.ways()
+    # By the rates that links have, not by those of the last steps: they would change it to and fro.
+    ways = replace(ways, behind_bytes=behind_bytes(ways.ring_bytes, machine.links))
     if session.fabric is not None:
         machine = paced(_with_ranks(machine, session.fabric), session.config, session.device)
-    return session.executor.clocks.costs(machine, session.ways())
+    return session.executor.clocks.costs(machine, ways)
 
 
 def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:

@@ -856,7 +856,8 @@ class ReadValue(NamedTuple):
     begin        first of its `nbytes` bytes in the entry, or in the entry's copy
     lasting      the entry outlives the step
     cast         the regions read the entry's copy in another dtype
-    writes       a late update writes it: its bytes go home behind the last region that reads them
+    written      last region that writes it, a chunk of a late update: its bytes go home behind
+                 that, while others read them; None: nobody writes it
     reach        an operand of a late update, which is used where it rests if compute reaches that
     in_place     it rests on the device, and is read there: nothing is fetched
     start        number of the region before which its fetch starts
@@ -880,7 +881,7 @@ class ReadValue(NamedTuple):
     last: int
     lasting: bool = True
     cast: Cast | None = None
-    writes: bool = False
+    written: int | None = None
     reach: bool = False
     in_place: bool = False
     start: int = 0
@@ -889,6 +890,11 @@ class ReadValue(NamedTuple):
     gather: int = 0
     reader: int | None = None
     kept_in: EntryIndex | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether a late update writes it."""
+        return self.written is not None
 
     @property
     def read_whole(self) -> int:

@@ -57,8 +57,8 @@ class TransferModes:
 
     asynchronous    compute runs beside the host (CUDA); else it is the host's own thread
     straight_read   a file is read into the arena without a buffer between, on no link but the disk
-    straight_write  slots of the arena are written to a file likewise, but for those that are
-                    written behind (`staging.py::writes_behind`)
+    straight_write  slots of the arena are written to a file likewise, but for those of at most
+                    `behind_bytes`, which are written behind (`staging.py::behind_bytes`)
     granule         block size of the disk: whole blocks move there
     chunk_bytes     of the staging ring, for all other bytes between disk and device
     ring_bytes      of all its chunks
@@ -70,6 +70,7 @@ class TransferModes:
     asynchronous: bool = False
     straight_read: bool = False
     straight_write: bool = False
+    behind_bytes: int = 0
     granule: int = 512
     chunk_bytes: int = 4 * MiB
     ring_bytes: int = 256 * MiB

@@ -1,9 +1,11 @@
 """Sizes the staging ring between disk and device, and the share of each direction in it."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from zcompile.errors import ConfigInvalid
 from zcompile.ir.units import KiB, MiB, show_size
+from zcompile.machine.model import Link
 
 MOST_CHUNK_BYTES = 4 * MiB
 LEAST_CHUNK_BYTES = 64 * KiB
@@ -22,7 +24,7 @@ SMALL_BESIDE_BYTES = 4 * MiB
 RING_PART = 128
 """The ring takes one part in so many of the host. Nothing rests in it: a byte more of it is a byte
 more that is read from disk and written there in every step."""
-SMALL_RING_BYTES = 1 * MiB
+SMALL_RING_BYTES = 2 * MiB
 """Largest ring of an eighth of the host, where a 128th is less: small chunks are mostly
 overhead."""
 BACKLOG_PART = 4
@@ -77,15 +79,23 @@ def _most(straight: bool) -> int:
     return MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
 
 
-def writes_behind(nbytes: int, ring_bytes: int) -> bool:
-    """Whether a slot of the arena that could go straight to the disk passes the ring all the same:
-    if writes have room for all of it at once there.
+SLOWER_THAN_A_COPY = 4
+"""Slots are written behind by a disk that is so many times slower than a copy, or more. The copy
+takes a core and memory from compute."""
 
-    It is free as soon as it is copied, and the disk writes it behind what comes next: a slot is
-    room that others wait for, and a disk is slower than memory. What else is in the ring by then is
-    not asked: several slots in a row wait there for each other.
+
+def behind_bytes(ring_bytes: int, links: Mapping[str, Link]) -> int:
+    """Most bytes of a slot of the arena that passes the ring on its way to the disk, though it
+    could go straight: what writes have room for at once there, or 0 if the disk is too quick for
+    that.
+
+    Such a slot is free as soon as it is copied, and the disk writes it behind what comes next: a
+    slot is room that others wait for. What else is in the ring by then is not asked: several slots
+    in a row wait there for each other, as they would for the disk.
     """
-    return nbytes <= lane_bytes(ring_bytes)
+    copy, write = links.get("d2h"), links.get("disk_write")
+    slow = copy and write and copy.bytes_per_s >= SLOWER_THAN_A_COPY * write.bytes_per_s
+    return lane_bytes(ring_bytes) if slow else 0
 
 
 def lane_bytes(ring_bytes: int) -> int:

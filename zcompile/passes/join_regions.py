@@ -100,6 +100,8 @@ def _borders(
     borders = {0}
     for value in program.fetched:
         borders |= {value.start, value.first, value.last + 1}
+        if value.written is not None:
+            borders.add(value.written + 1)
         if value.share is not None:
             borders |= {value.gather, value.read_whole, value.share.updated}
     for n, run in enumerate(program.regions):
@@ -180,6 +182,7 @@ def _renumbered(value: ReadValue, group_of: Sequence[int]) -> ReadValue:
     return value._replace(
         first=group_of[value.first],
         last=group_of[value.last],
+        written=None if value.written is None else group_of[value.written],
         start=group_of[value.start],
         gather=group_of[value.gather],
         reader=None if value.reader is None else group_of[value.reader],

@@ -85,8 +85,8 @@ def with_late_updates(program: RegionProgram, room_bytes: int | None) -> RegionP
     parameters.
 
         region 0: mm reads w                     late 0: adamw w, g, m, v
-                                      ->         region 1: mm reads w
-                                                 w, m, v go home
+                                      ->         w, m, v go home
+                                                 region 1: mm reads w
 
     The chunks of an update are regions of their own, which read the parameter, and a chunk of each
     other operand. Where the forward reads a copy of the parameter in another dtype, the update
@@ -136,18 +136,20 @@ class _Joining:
             if value.entry in update_of:
                 ahead = 0 if value.share is None else GATHER_LEAD
                 reading.setdefault(max(0, value.first - ahead), []).append(value)
-        first_update: dict[Register, int] = {}
+        updates: dict[Register, tuple[int, int]] = {}
+        """Of what is updated, the first region of that, and the last."""
         shares: dict[Register, Share] = {}
         departures = []
         for n, run in enumerate(before.regions):
             begin = len(self.regions)
             for value in reading.get(n, ()):
-                first_update[value.register] = len(self.regions)
+                first = len(self.regions)
                 late = update_of[value.entry]
                 if value.share is None:
                     self._update(late, value)
                 else:
                     shares[value.register] = self._update_share(late, value, value.share)
+                updates[value.register] = first, len(self.regions) - 1
             self.number.append(len(self.regions))
             departures += [before.departures[n], *[()] * (len(self.regions) - begin)]
             self.regions.append(run)
@@ -158,16 +160,17 @@ class _Joining:
             drop = Drop(entry, registers, nbytes[entry], name=names[entry])
             departures[last + 1] = (*departures[last + 1], drop)
         for value in before.values:
-            first, reader = first_update.get(value.register), self.number[value.first]
-            if first is not None and value.cast is not None:
+            reader = self.number[value.first]
+            first, written = updates.get(value.register, (reader, None))
+            if written is not None and value.cast is not None:
                 copy = self._column(self.late.updates[update_of[value.entry]], value)
                 value = value._replace(entry=copy.entry, name=copy.name, cast=None)
             self.values.append(
                 value._replace(
-                    first=reader if first is None else first,
+                    first=first,
                     last=self.number[value.last],
                     start=self.number[value.start],
-                    writes=first is not None,
+                    written=written,
                     share=shares.get(value.register, value.share),
                     gather=self.number[value.gather],
                     reader=reader if value.share is not None else None,
@@ -274,7 +277,7 @@ class _Joining:
                     number,
                     number,
                     lasting,
-                    writes=column.writes,
+                    written=number if column.writes else None,
                     reach=not column.eased,
                     start=number,
                 )

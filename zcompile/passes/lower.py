@@ -42,9 +42,9 @@ def lower(program: RegionProgram) -> Schedule:
     c: read in place by 1                         wait a; run 0; free a
                                             ->    wait b; borrow c; run 1; free b
 
-    What a late update has written is stored before it is freed. Where ranks hold shares, a fetch
-    brings this rank's, and all ranks gather the others behind it; a gradient is exchanged before it
-    goes home:
+    What a late update has written is stored behind that, while others read it. Where ranks hold
+    shares, a fetch brings this rank's, and all ranks gather the others behind it; a gradient is
+    exchanged before it goes home:
 
     a: a share of [0, 2K)                         agree; fetch a -> [0, 2K)
     after 0: the gradient of a, shared      ->    gather a -> [0, 4K)
@@ -113,7 +113,7 @@ class _Lowering:
         leaving: dict[int, list[ReadValue]] = defaultdict(list)
         in_place: dict[int, list[ReadValue]] = defaultdict(list)
         shares: dict[int, list[ReadValue]] = defaultdict(list)
-        updated: dict[int, list[ReadValue]] = defaultdict(list)
+        written: dict[int, list[ReadValue]] = defaultdict(list)
         for value in self._program.values:
             if value.in_place:
                 in_place[value.first].append(value)
@@ -121,9 +121,10 @@ class _Lowering:
                 starting[value.start].append(value)
                 arriving[value.read_whole].append(value)
                 leaving[value.last].append(value)
+                if value.written is not None:
+                    written[value.written].append(value)
                 if value.share is not None and value.share.register is not None:
                     shares[value.first].append(value)
-                    updated[value.share.updated - 1].append(value)
         gathering = self._gathers()
         arrived: dict[int, Ticket] = {}
         rows = self._rows
@@ -151,12 +152,10 @@ class _Lowering:
                 rows.append(Borrow(v.entry, v.begin, v.layout, v.register, v.writes, v.name))
             self._emitted.append(len(rows))
             rows.append(run)
-            for value in updated[n]:
+            for value in written[n]:
                 self._store(value, _slot_of(value), n)
             for value in leaving[n]:
                 slot = _slot_of(value)
-                if value.writes and value.share is None:
-                    self._store(value, slot, n)
                 if value.kept_in is not None:
                     self._keep(value, slot, n)
                 rows.append(Free(slot, value.register, value.name))
@@ -229,7 +228,7 @@ class _Lowering:
         return (self._agreed,)
 
     def _store(self, value: ReadValue, slot: Slot, region: int) -> None:
-        """Send a value home that was written, once its last reader is done with it."""
+        """Send a value home that was written, once its last writer is done with it."""
         ticket, after = self._ticket(), (self._mark(region),)
         nbytes, offset = value.nbytes, 0
         if value.share is not None:

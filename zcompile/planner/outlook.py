@@ -15,7 +15,7 @@ from zcompile.ir.types import HELD, EntryRef, Phase, aligned
 from zcompile.ir.units import GiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import TIERS, Machine
-from zcompile.machine.staging import backlog_bytes, staging_size
+from zcompile.machine.staging import backlog_bytes, behind_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.floor import Floor, floor
@@ -85,6 +85,7 @@ class Terms:
             self.ways,
             chunk_bytes=ring.chunk_bytes,
             ring_bytes=ring.nbytes,
+            behind_bytes=behind_bytes(ring.nbytes, machine.links),
             backlog_bytes=backlog_bytes(host, self.emulates),
         )
         return replace(self, machine=machine, ways=ways)

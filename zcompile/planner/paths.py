@@ -12,7 +12,6 @@ from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.machine.cost import Costs
 from zcompile.machine.model import RANK_LINKS, Link, Machine, slowest_way
-from zcompile.machine.staging import writes_behind
 from zcompile.planner.links import SimTransfer
 
 HOST, DISK = "host", "disk"
@@ -167,7 +166,7 @@ class LinkPaths:
         self._written.add(ref)
         home = self.home(ref)
         straight = self._ways.straight_write and x.reads_slot is not None
-        if home == DISK and straight and not writes_behind(moved.nbytes, self._ways.ring_bytes):
+        if home == DISK and straight and moved.nbytes > self._ways.behind_bytes:
             return self._sim_transfer(moved, 1, "disk_write", unseen="d2h")
         return self._leaving(home, moved)
 

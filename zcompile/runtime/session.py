@@ -587,6 +587,10 @@ class Session(Store):
         self._depth = depth
         self.scratch_use.plan(scratch)
 
+    def write_behind(self, nbytes: int) -> None:
+        """Let slots of at most so many bytes pass the ring on their way to the disk."""
+        self._context.staging.write_behind(nbytes)
+
     @property
     def window_room(self) -> StepRoom:
         """The arena's streaming buffer, in chunks."""
@@ -614,6 +618,7 @@ class Session(Store):
             asynchronous=not emulated,
             straight_read=emulated and device.can_bypass_staging("h2d"),
             straight_write=emulated and device.can_bypass_staging("d2h"),
+            behind_bytes=ring.behind_bytes,
             chunk_bytes=ring.chunk_bytes,
             ring_bytes=ring.nbytes,
             backlog_bytes=self._backlog.most_bytes,

@@ -55,7 +55,7 @@ from zcompile.ir.schedule import (
     Slot,
     Ticket,
 )
-from zcompile.ir.types import ALIGNMENT, LiveBytes, aligned
+from zcompile.ir.types import ALIGNMENT, LiveBytes, Phase, aligned
 from zcompile.verify.happens_before import (
     BEGUN,
     NEVER,
@@ -423,13 +423,13 @@ class Proof:
                 use = walk.bound[register]
                 if use.gathered and x.updates:
                     raise walk.fail(f"{use.name!r} is updated after it is gathered")
-                self._touch(walk, use)
+                self._touch(walk, use, x.updates or walk.schedule.phase is Phase.STEP)
             elif register in walk.written_in_place:
                 self._homes.write_in_place(walk.written_in_place[register], self.now)
 
-    def _touch(self, walk: Walk, use: SlotUse) -> None:
-        """Compute reads and, in an update, writes a slot; what is gathered it only reads."""
-        if not use.gathered and not all(store.ended_by(self.now) for store in use.stores):
+    def _touch(self, walk: Walk, use: SlotUse, writes: bool = False) -> None:
+        """Compute reads a slot and, in an update, `writes` it."""
+        if writes and not all(store.ended_by(self.now) for store in use.stores):
             raise walk.fail(f"{use.name!r} is computed with while its store reads it")
         if not use.brought.ended_by(self.now):
             raise walk.fail(f"{use.name!r} is computed with while it is gathered")

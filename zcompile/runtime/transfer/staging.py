@@ -61,6 +61,10 @@ class Staging:
     """The ring over `memory` [size.nbytes]; thread-safe.
 
     Buffers begin and end at multiples of `BLOCK_BYTES` from where `memory` begins.
+
+    behind_bytes  most bytes of a slot of the arena that passes the ring on its way to the disk,
+                  though it could go straight; as if the disk were slow, until somebody has measured
+                  (`machine/staging.py::behind_bytes`)
     """
 
     def __init__(self, memory: Tensor, size: StagingSize, in_use: Gauge) -> None:
@@ -68,13 +72,17 @@ class Staging:
         self._whole = Buffer.over(memory)
         self._ranges = RangeAllocator(BLOCK_BYTES, size.nbytes)
         self._in_use = in_use
-        most = lane_bytes(size.nbytes)
+        self.behind_bytes = most = lane_bytes(size.nbytes)
         self._lanes = {
             "read": _Lane(size.nbytes - most, size.nbytes, at_end=True),
             "write": _Lane(0, most, at_end=False),
         }
         self._lock = threading.Lock()
         self._handing_out = False
+
+    def write_behind(self, nbytes: int) -> None:
+        """Let slots of at most so many bytes pass the ring on their way to the disk."""
+        self.behind_bytes = nbytes
 
     def request(self, lane: str, staged: Staged, chunks: deque[tuple[int, int]]) -> None:
         """Queue `staged` for one buffer for each of `chunks`, a deque that is consumed."""

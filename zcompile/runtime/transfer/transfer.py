@@ -10,8 +10,8 @@ them are. A transfer holds nothing until all that it follows is complete, or enq
 and complete without anybody else; so what is in flight always ends. Chunks pass the staging ring
 each on its own: while one is copied to the device the next is read. Where system calls can reach
 the memory and it lies on granules of the tier, disk and memory exchange bytes without the ring, but
-for writes that the ring has room for, which free their memory sooner that way. The sum of an add is
-formed on the host.
+for writes to a slow disk that the ring has room for, which free their memory sooner that way. The
+sum of an add is formed on the host.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.types import ALIGNMENT
-from zcompile.machine.staging import writes_behind
 from zcompile.runtime.device.base import CopyListener, CopyReport, Device, Direction
 from zcompile.runtime.device.pages import clear_bytes, copy_bytes
 from zcompile.runtime.io.trial import BLOCK_BYTES
@@ -472,7 +471,7 @@ class Put(Transfer):
 
     def _to_disk(self) -> None:
         nbytes = self.end - self.begin
-        behind = self.in_arena and writes_behind(nbytes, self.context.staging.nbytes)
+        behind = self.in_arena and nbytes <= self.context.staging.behind_bytes
         buffer = None if behind else self.direct_buffer(self.begin, self.end)
         # What is rounded up must lie in the padding of the extent, not on bytes of the entry.
         if buffer is None or self.begin + buffer.nbytes > max(self.end, self._padded_end()):

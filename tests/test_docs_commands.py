@@ -34,7 +34,6 @@ NOT_RUN = {
     "python -m benchmarks.plan_parts": "takes minutes: its arguments are parsed",
     "python -m benchmarks.estimates": "takes minutes: its arguments are parsed",
     "python -m benchmarks.packing": "takes minutes: its arguments are parsed",
-    "python -m benchmarks.plan_parts": "takes minutes: its arguments are parsed",
     "python -m benchmarks.host_time": "takes minutes: its arguments are parsed",
     "python -m benchmarks.kernels": "needs a GPU: its arguments are parsed",
     "python -m kernels.ahead_of_time": "takes a minute, in tests/kernels: its arguments are parsed",

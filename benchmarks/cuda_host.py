@@ -186,7 +186,13 @@ def walked(rounds: int) -> dict[str, float]:
         mock.patch.dict(executor.ACTIONS, acts),
     ):
         model: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(40)))
-        zcompile.offload(model, device="cpu", device_memory="4MiB", host_memory="640MiB")
+        zcompile.offload(
+            model,
+            device="cpu",
+            device_memory="4MiB",
+            host_memory="640MiB",
+            updates="device",  # as on CUDA: else a plan may let the host compute what is timed
+        )
         run = torch.compile(model, backend="zinf")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         for number in range(WARM + rounds):
@@ -216,7 +222,13 @@ def updates(device_memory: str | None, rounds: int, width: int = 16) -> tuple[fl
         model: nn.Module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(100)))
         run: Any = model
         if device_memory is not None:
-            zcompile.offload(model, device="cpu", device_memory=device_memory, host_memory="640MiB")
+            zcompile.offload(
+                model,
+                device="cpu",
+                device_memory=device_memory,
+                host_memory="640MiB",
+                updates="device",
+            )
             run = torch.compile(model, backend="zinf")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         found = []

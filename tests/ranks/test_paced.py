@@ -18,7 +18,7 @@ from zcompile.frontend import ranks
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of
-from zcompile.ir.partition import Partition, SharedRange, exchanged, gathered
+from zcompile.ir.partition import Crossing, Partition, SharedRange, exchanged, gathered
 from zcompile.ir.rank_mesh import RankMesh
 from zcompile.machine.model import slowest_way
 from zcompile.runtime.ranks.fabric import Fabric, _Lane
@@ -288,10 +288,23 @@ def test_time_in_which_two_collectives_cross_counts_once():
     for since, until in ((0.0, 10.0), (20.0, 21.0)):
         link.begins(since)
         link.begins(since + 0.25)
-        link.ends(3, since + 0.25, since + 0.5)
-        link.ends(4, since, until)
+        link.ends(Crossing(3, 5), since + 0.25, since + 0.5)
+        link.ends(Crossing(4, 5), since, until)
     assert link.totals(reset=True) == (14, 11.0)
     assert link.totals() == (0, 0.0)
+    assert link.mean_bytes_per_s == 20 / 11.0, "of the rank that waits for most, at all times"
+
+
+def test_what_was_on_its_way_at_a_reset_counts_once_in_the_rate_of_a_link():
+    link = RankLink()
+    assert not link.mean_bytes_per_s
+    link.begins(0.0)
+    link.begins(2.0)
+    link.ends(Crossing(4, 4), 0.0, 3.0)
+    link.totals(reset=True)
+    link.ends(Crossing(4, 4), 2.0, 4.0)
+    assert link.totals() == (4, 2.0)
+    assert link.mean_bytes_per_s == 8 / 4.0
 
 
 @pytest.mark.parametrize("given", [0, True, 1.5, "2"])

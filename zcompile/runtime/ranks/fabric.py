@@ -721,7 +721,8 @@ class Fabric:
         """
         owner, nbytes = partition.owner, partition.count * itemsize
         whole = partition.numel * itemsize
-        who = "" if owner is None else f", which rank {owner} holds"
+        of = "" if self.mesh.replicas == 1 else " of each group"
+        who = "" if owner is None else f", which rank {owner}{of} holds"
         self.agree("read", name, whole if who else nbytes, owner, text=f"{name!r}{who}")
         lent = nbytes * partition.ranks if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it

@@ -250,6 +250,31 @@ def test_what_crosses_is_counted_and_predicted_link_by_link(pool, per_node, with
     assert sent["exchange"] == 2 * sum(large) + small
 
 
+def rates(_, shape):
+    """The rate that a plan takes for the link of all ranks, and what is counted of that."""
+    mesh, model = mesh_of(*shape), words(blocks=2)
+    zcompile.offload(model, mesh=mesh, **BUDGETS)
+    optimizer, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
+    for step in range(2):
+        run(*batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats, fabric = zcompile.stats(model), session_behind(model).fabric
+    found = fabric.bytes_per_s("rank_to_rank"), fabric.bytes_per_s("node_to_node")
+    counted = stats["bytes"]["rank_to_rank"], stats["seconds"]["rank_to_rank"]
+    zcompile.close(model)
+    return found, counted, stats["fabric"]["bytes"]
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+def test_plans_take_the_rate_of_all_that_came_over_a_link(pool, shape):
+    for rank, (found, (nbytes, seconds), sent) in enumerate(pool.run(rates, 4, shape)):
+        assert sent["replicate"] > 0
+        assert found[0] == found[1], "no ring has a slowest link of that name"
+        if rank > 0:  # to which nothing came when its values were spread
+            assert found[0] == pytest.approx(nbytes / seconds, rel=0.05)
+
+
 def paced(_):
     """Seconds of a gather and of an exchange over a slow link between nodes."""
     model = words()

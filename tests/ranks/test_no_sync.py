@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zcompile
-from zcompile.errors import ConfigInvalid, RanksDiffer, TierFull, Unsupported
+from zcompile.errors import ConfigInvalid, RankFailed, RanksDiffer, TierFull, Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.runtime.gradients.exchanged import MOST_CROSSING, ExchangedGradients
@@ -475,6 +475,14 @@ def refused(act):
     return str(caught.value)
 
 
+def refused_on_each_rank(act, kind=Unsupported):
+    """What a rank is told of an act that fails alike on all: who fails first ends the others, some
+    of which may be told why that one failed, before they come as far."""
+    with pytest.raises((kind, RankFailed)) as caught:
+        act()
+    return str(caught.value)
+
+
 def broken_off(model, run, rank):
     with zcompile.no_sync(model):
         backward(model, run, rank)
@@ -549,7 +557,7 @@ def begun_wrongly(mesh, kind):
     elif kind == "node":
         assert model.head.weight.view(-1).grad_fn.next_functions
     with zcompile.no_sync(model):
-        told = refused(lambda: backward(model, run, mesh.get_local_rank()))
+        told = refused_on_each_rank(lambda: backward(model, run, mesh.get_local_rank()))
     zcompile.close(model)
     return told
 
@@ -571,7 +579,7 @@ def within_another(mesh, uses_graphs):
         model.words.blocks[0].compile(backend="zinf")
     with zcompile.no_sync(model):
         backward(model, model, mesh.get_local_rank())
-    told = refused(lambda: backward(model, model, mesh.get_local_rank()))
+    told = refused_on_each_rank(lambda: backward(model, model, mesh.get_local_rank()))
     zcompile.close(model)
     return told
 
@@ -589,10 +597,10 @@ def without_room(mesh):
     run = torch.compile(model, backend="zinf")
     backward(model, run, mesh.get_local_rank())
     model.zero_grad()
-    with zcompile.no_sync(model), pytest.raises(TierFull) as caught:
-        backward(model, run, mesh.get_local_rank())
+    with zcompile.no_sync(model):
+        told = refused_on_each_rank(lambda: backward(model, run, mesh.get_local_rank()), TierFull)
     zcompile.close(model)
-    return str(caught.value)
+    return told
 
 
 def test_who_has_no_room_for_sums_is_told_how_to_do_without(pool):

@@ -5,6 +5,7 @@ No test asks how long something took at most, but for what a plan says of it.
 
 import functools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from zcompile.frontend import ranks
 from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import plan_in_force
 from zcompile.frontend.session_plan import costs_of
-from zcompile.ir.partition import Partition, SharedRange, exchanged, gathered
+from zcompile.ir.partition import Crossing, Partition, SharedRange, exchanged, gathered
 from zcompile.ir.rank_mesh import RankMesh
-from zcompile.machine.model import slowest_way
+from zcompile.machine import files
+from zcompile.machine.model import Link, slowest_way
 from zcompile.runtime.ranks.fabric import Fabric, _Lane
 from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 
@@ -283,15 +285,50 @@ def test_a_throttle_that_paces_nothing_is_told(caplog, link, per_node, says):
         assert says in message
 
 
+@pytest.mark.parametrize("link", ["rank_to_rank", "node_to_node"])
+def test_a_throttle_paces_the_rings_of_which_its_link_is_the_slowest(link):
+    """Also where a machine says that the other one is slower, which all rings but one pass."""
+    machine = files.find("h200-node")
+    rates = {"rank_to_rank": 1e9, "node_to_node": 10e9}
+    links = machine.links | {name: Link(name, rate) for name, rate in rates.items()}
+    config = Config(device="cpu", machine=replace(machine, links=links), throttle={link: 2e9})
+    found = ranks._links_of(config, RankMesh(4, 2), 2)
+    names = ["rank_to_rank", "node_to_node", "rank_to_rank"]
+    assert [one.name for one in found] == names
+    assert [one.bytes_per_s for one in found] == [2e9 if name == link else None for name in names]
+    assert found.of_group is found.of_all
+
+
+def test_a_throttle_that_a_slower_link_makes_useless_is_told(caplog):
+    config = Config(device="cpu", throttle={"rank_to_rank": 1e9, "node_to_node": 2e9})
+    assert ranks._links_of(config, RankMesh(4), 2).of_all.bytes_per_s == 1e9
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "'node_to_node', which paces nothing" in told
+    assert "passes 'rank_to_rank' too" in told
+
+
 def test_time_in_which_two_collectives_cross_counts_once():
     link = RankLink()
     for since, until in ((0.0, 10.0), (20.0, 21.0)):
         link.begins(since)
         link.begins(since + 0.25)
-        link.ends(3, since + 0.25, since + 0.5)
-        link.ends(4, since, until)
+        link.ends(Crossing(3, 5), since + 0.25, since + 0.5)
+        link.ends(Crossing(4, 5), since, until)
     assert link.totals(reset=True) == (14, 11.0)
     assert link.totals() == (0, 0.0)
+    assert link.mean_bytes_per_s == 20 / 11.0, "of the rank that waits for most, at all times"
+
+
+def test_what_was_on_its_way_at_a_reset_counts_once_in_the_rate_of_a_link():
+    link = RankLink()
+    assert not link.mean_bytes_per_s
+    link.begins(0.0)
+    link.begins(2.0)
+    link.ends(Crossing(4, 4), 0.0, 3.0)
+    link.totals(reset=True)
+    link.ends(Crossing(4, 4), 2.0, 4.0)
+    assert link.totals() == (4, 2.0)
+    assert link.mean_bytes_per_s == 8 / 4.0
 
 
 @pytest.mark.parametrize("given", [0, True, 1.5, "2"])

@@ -45,7 +45,8 @@ def rank_zero_reads(*held: nn.Module | Optimizer) -> Iterator[bool]:
         return
     if len({(fabric.ranks, fabric.mesh) for fabric in fabrics}) > 1:
         raise Unsupported(
-            "zcompile.rank_zero_reads was given models that are trained by different ranks",
+            "zcompile.rank_zero_reads was given models that are trained by different ranks, or "
+            "over different meshes",
             "open one context for each of them, one after the other",
         )
     for store in open_stores():

@@ -153,6 +153,9 @@ def _between_ranks(config: Config) -> dict[str, float]:
 
 def _links_of(config: Config, mesh: RankMesh, per_node: int) -> LinksOfMesh:
     """The links that decide how fast collectives are."""
+    rings = (mesh.group_ring(per_node), mesh.replica_ring(per_node), mesh.whole_ring(per_node))
+    links = [_link_of(config, ring) for ring in rings]
+    shared = {link.name: link for link in links}
     throttle = _between_ranks(config)
     if "node_to_node" in throttle and mesh.ranks == per_node:
         log.warning(
@@ -166,9 +169,13 @@ def _links_of(config: Config, mesh: RankMesh, per_node: int) -> LinksOfMesh:
             "'node_to_node' paces what crosses between nodes",
             mesh.ranks,
         )
-    rings = (mesh.group_ring(per_node), mesh.replica_ring(per_node), mesh.whole_ring(per_node))
-    links = [_link_of(config, ring) for ring in rings]
-    shared = {link.name: link for link in links}
+    if 1 < per_node < mesh.ranks and (slack := throttle.keys() - shared.keys()):
+        log.warning(
+            "throttle has '%s', which paces nothing: all that passes it passes '%s' too, which is "
+            "slower",
+            *slack,
+            *shared,
+        )
     return LinksOfMesh(*(shared[link.name] for link in links))
 
 
@@ -180,11 +187,10 @@ def _link_of(config: Config, ring: Ring) -> RankLink:
     rates = {
         name: min(rates.get(name, math.inf), throttle.get(name, math.inf)) for name in RANK_LINKS
     }
-    paces = slowest_way(throttle, *ring)
-    return RankLink(
-        slowest_way(rates, *ring) or RANK_LINKS[0],
-        None if paces is None else throttle.get(paces),
-    )
+    name = slowest_way(rates, *ring)
+    # Of a ring of one rank nothing passes, so its link may have the pace of others of its name.
+    name = RANK_LINKS[0] if name is None else name
+    return RankLink(name, throttle.get(name))
 
 
 def _find_ranks() -> None:

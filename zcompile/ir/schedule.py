@@ -695,8 +695,11 @@ class Schedule:
     def exchanged_shares(self) -> Mapping[EntryIndex, bool]:
         """Entries whose gradients ranks exchange, each getting what is of its share -> whether a
         gradient is so in tiles."""
-        sent = [x for x in self.instructions if isinstance(x, Exchange) and x.shares is not None]
-        return {x.entry: any(y.is_tile for y in sent if y.entry == x.entry) for x in sent}
+        found: dict[EntryIndex, bool] = {}
+        for x in self.instructions:
+            if isinstance(x, Exchange) and x.shares is not None:
+                found[x.entry] = x.is_tile or found.get(x.entry, False)
+        return found
 
     @cached_property
     def staying(self) -> frozenset[EntryIndex]:

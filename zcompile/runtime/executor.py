@@ -808,8 +808,9 @@ class _Call:
         text = f"of {self.schedule.name}: {len(self.schedule.collectives)} collectives"
         narrow, summed = marked_gradients(self.schedule, fabric.mesh)
         marks = [gradients.sees_wide(self.leaves[at]) for at in narrow]
-        shared, leaves = self.schedule.exchanged_shares, self.leaves
-        marks += [not gradients.comes_alone(leaves[at], shared[at]) for at in summed]
+        if summed:
+            shared, leaves = self.schedule.exchanged_shares, self.leaves
+            marks += [not gradients.comes_alone(leaves[at], shared[at]) for at in summed]
         self.marked = fabric.begin_agreement(agree.name, detail, text, bytes(marks))
         self.tickets[agree.ticket] = self.marked.ticket
 
@@ -821,7 +822,7 @@ class _Call:
             asked = marked_gradients(self.schedule, self._fabric.mesh)
             some = iter(self.marked.every.amax(0).tolist())
             self.any_marked = MarkedGradients(
-                *(tuple(at for at in gradients if next(some)) for gradients in asked)
+                *(frozenset(at for at in gradients if next(some)) for gradients in asked)
             )
         return self.any_marked
 

@@ -15,6 +15,7 @@ Without torch: `zinf disk` looks here too.
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,10 +110,10 @@ def sharing_of(index: Index, path: Path) -> Sharing | None:
         and all(isinstance(host, str) for host in hosts)
         and isinstance(owners := told.get("owners", {}), dict)
         and set(owners) <= set(told["shares"])
-        and all(type(owner) is int and 0 <= owner < told["ranks"] for owner in owners.values())
         and type(replicas := told.get("replicas", 1)) is int
         and replicas > 0
         and told["ranks"] % replicas == 0
+        and all(type(at) is int and 0 <= at < told["ranks"] // replicas for at in owners.values())
     )
     if not sound:
         raise DurableDamaged(path, "the index", "does not say soundly whose share it is of")
@@ -232,15 +233,19 @@ def _worlds_in(
         if last is not None and sharing_of(last[0], given / INDEX_NAME) is None:
             yield last[0].serial, [given], [last]
         names = [match for name in directory.names() if (match := _OF_RANK.fullmatch(name))]
-    shapes = {(int(match[2] or 1), int(match[3])) for match in names}
-    for replicas, shards in sorted(shapes):
+    shapes: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for match in names:
+        rank, replicas, shards = int(match[1]), int(match[2] or 1), int(match[3])
+        if rank < replicas * shards:
+            shapes[replicas, shards].add(rank)
+    for (replicas, shards), here in sorted(shapes.items()):
         mesh = RankMesh(replicas * shards, replicas)
-        paths = [directory_of_rank(given, rank, mesh) for rank in range(mesh.ranks)]
-        held = [_held_at(path, system) for path in paths]
-        serials = [one.last[0].serial for one in held if one is not None and one.last is not None]
-        if serials:
-            serial = max(serials)
-            yield serial, paths, [None if one is None else one.numbered(serial) for one in held]
+        held = {rank: _held_at(directory_of_rank(given, rank, mesh), system) for rank in here}
+        serials = [one.last[0].serial for one in held.values() if one and one.last is not None]
+        if serials:  # so there were as many ranks, however many the name of a directory tells of
+            serial, ranks = max(serials), range(mesh.ranks)
+            parts = [one.numbered(serial) if (one := held.get(rank)) else None for rank in ranks]
+            yield serial, [directory_of_rank(given, rank, mesh) for rank in ranks], parts
 
 
 def _held_at(path: Path, system: SystemCalls) -> Held | None:

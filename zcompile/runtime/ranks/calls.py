@@ -7,7 +7,7 @@ Beside that each rank marks gradients, by facts that may differ from rank to ran
 them follow if any has them.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from zcompile.ir.rank_mesh import RankMesh
@@ -20,19 +20,19 @@ MOST_KEPT = 1024
 
 
 class MarkedGradients(NamedTuple):
-    """Entries of gradients that ranks mark, in order.
+    """Entries of gradients that ranks mark.
 
     narrow     made in a narrower dtype, which a rank marks that has hooks of them
     collected  to be summed up within each group of ranks, which a rank marks that has more of them
                to add up before
     """
 
-    narrow: tuple[EntryIndex, ...]
-    collected: tuple[EntryIndex, ...]
+    narrow: Collection[EntryIndex]
+    collected: Collection[EntryIndex]
 
 
 def marked_gradients(schedule: Schedule, mesh: RankMesh) -> MarkedGradients:
-    """The gradients that ranks may mark before a call."""
+    """The gradients that ranks may mark before a call, in order."""
     shared = sorted(schedule.exchanged_shares) if mesh.replicas > 1 else ()
     return MarkedGradients(tuple(sorted(schedule.narrow_gradients)), tuple(shared))
 

@@ -50,7 +50,7 @@ from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.progress import BOARD
-from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
+from zcompile.runtime.ranks.link import NOTHING, LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
 from zcompile.runtime.ranks.transport import (
     LONGEST,
@@ -217,10 +217,11 @@ class _Posts:
         self._has_set_out, self.since = True, time.perf_counter()
         self.link.begins(self.since)
 
-    def arrive(self, nbytes: int) -> None:
-        """They are over, and `nbytes` have come; 0: they have failed, if they ever set out."""
+    def arrive(self, came: Crossing) -> None:
+        """They are over, and so much has come; `NOTHING`: they have failed, if they ever set
+        out."""
         if self._has_set_out:
-            self.link.ends(nbytes, self.since, time.perf_counter())
+            self.link.ends(came, self.since, time.perf_counter())
 
     def begin(self, carrier: HostMessages) -> None:
         """Begin; what goes wrong is raised when their turn has come."""
@@ -720,7 +721,8 @@ class Fabric:
         """
         owner, nbytes = partition.owner, partition.count * itemsize
         whole = partition.numel * itemsize
-        who = "" if owner is None else f", which rank {owner} holds"
+        of = "" if self.mesh.replicas == 1 else " of each group"
+        who = "" if owner is None else f", which rank {owner}{of} holds"
         self.agree("read", name, whole if who else nbytes, owner, text=f"{name!r}{who}")
         lent = nbytes * partition.ranks if owner is None else max(nbytes, whole)
         with torch.inference_mode(False):  # another thread writes to it
@@ -1045,7 +1047,7 @@ class Fabric:
 
     def _carry(self, lane: str, what: str, posts: _Posts, crossing: Crossing) -> None:
         """Carry out one collective in its lane, at the pace of its link. raises  PeerGone"""
-        link, came = posts.link, 0
+        link, came = posts.link, NOTHING
         try:
             self._lanes[lane].posted(what, posts)
             if link.is_paced:
@@ -1056,7 +1058,7 @@ class Fabric:
                     # Each listens to its neighbour first: of any that is killed one hears at once.
                     [r for r in self._others() if r in peers],
                 )
-            came = crossing.arrives
+            came = crossing
         finally:
             posts.arrive(came)
 
@@ -1199,21 +1201,12 @@ class Fabric:
         return promise
 
     def bytes_per_s(self, name: str) -> float:
-        """The rate at which bytes of other ranks have come over the link of this name, by what
-        collectives have taken so far; between groups, where that is another link, no higher than
-        within them. If it is paced, the highest that there was without its throttle."""
-        link = self.links.named(name)
-        if link is not None and link.is_paced:
-            return link.best_bytes_per_s or NOMINAL_BYTES_PER_S
-        within = self._lanes_bytes_per_s("gather", "exchange")
-        if link is None or link is self.links.of_group:
-            return within
-        return min(within, self._lanes_bytes_per_s("replicate"))
-
-    def _lanes_bytes_per_s(self, *lanes: str) -> float:
-        rows = [self.moved[lane] for lane in lanes]
-        nbytes, seconds = sum(row[0] for row in rows), sum(row[1] for row in rows)
-        return nbytes / seconds if nbytes and seconds else NOMINAL_BYTES_PER_S
+        """The rate at which bytes of other ranks have come over the link of this name, in all
+        collectives so far; if no ring has it for its slowest, over that which has. If it is paced,
+        the highest that there was without its throttle."""
+        link = self.links.named(name) or self.links.of_all
+        found = link.best_bytes_per_s if link.is_paced else link.mean_bytes_per_s
+        return found or NOMINAL_BYTES_PER_S
 
     def totals(self, reset: bool = False) -> dict[str, Any]:
         """Bytes that this rank has sent, and seconds that collectives took, by lane; since the last

@@ -18,10 +18,12 @@ import threading
 import time
 from typing import NamedTuple
 
+from zcompile.ir.partition import Crossing
 from zcompile.runtime.device.cpu import Throttle
 
 LONG_BYTES = 64 * 1024
 """Of a collective whose rate counts: a shorter one says more of latencies."""
+NOTHING = Crossing(0, 0)
 
 
 class RankLink:
@@ -36,6 +38,9 @@ class RankLink:
         self._throttle = Throttle(bytes_per_s)
         self._lock = threading.Lock()
         self._nbytes, self._seconds = 0, 0.0
+        """As `totals` tells them."""
+        self._carried, self._carried_s = 0, 0.0
+        """Bytes that came to the rank to which the most did, and seconds, since the beginning."""
         self._begun: list[float] = []
         """When those collectives began that are on their way."""
         self._since = 0.0
@@ -77,14 +82,22 @@ class RankLink:
                 self._since = at
             self._begun.append(at)
 
-    def ends(self, nbytes: int, since: float, at: float) -> None:
-        """A collective that began at `since` ends now, in which `nbytes` have come; 0: it has
+    def ends(self, came: Crossing, since: float, at: float) -> None:
+        """A collective that began at `since` ends now, in which so much has come; `NOTHING`: it has
         failed."""
         with self._lock:
-            self._nbytes += nbytes
+            self._nbytes += came.arrives
+            self._carried += came.slowest
             self._begun.remove(since)
             if not self._begun:
                 self._seconds += at - self._since
+                self._carried_s += at - self._since
+
+    @property
+    def mean_bytes_per_s(self) -> float:
+        """The rate of all that has come; 0.0: nothing has."""
+        with self._lock:
+            return self._carried / self._carried_s if self._carried_s else 0.0
 
     def totals(self, reset: bool = False) -> tuple[int, float]:
         """Bytes that have come, and seconds in which some were on their way; since the last
@@ -96,7 +109,9 @@ class RankLink:
             found = self._nbytes, seconds
             if reset:
                 self._nbytes, self._seconds = 0, 0.0
-                self._since = min(self._begun, default=0.0)
+                rest = min(self._begun, default=self._since)
+                self._carried_s += rest - self._since
+                self._since = rest
         return found
 
     def stop(self) -> None:

@@ -10,11 +10,13 @@ from planned_runs import train as train_gpt
 from sampled import crossed, sampled
 from torch import nn, optim
 
+import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
-from zcompile.runtime.eager import dispatch
+from zcompile.runtime.eager import clipping, dispatch
 from zcompile.runtime.eager.clipping import SCALES
 from zcompile.runtime.eager.repeats import ListCall
+from zcompile.runtime.relocate import move
 
 WHERE = {
     "disk": {},
@@ -345,3 +347,125 @@ def test_a_plain_tensor_may_stand_where_a_tiered_one_was(tmp_path):
         torch._foreach_mul_([first, plain], 2.0)
     assert torch.equal(first, 32 * before)
     assert plain.eq(2.0).all()
+
+
+class Scaled(nn.Module):
+    """Has a gradient of one number."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x))) * self.scale
+
+
+def step_with(model, call, optimizer, change, seed):
+    call(
+        torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+    ).square().mean().backward()
+    with torch.no_grad():
+        change(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def send_one_away(model):
+    """From here on some gradients rest on the device, and one does not."""
+    session, grads = session_behind(model), grads_of(model.parameters())
+    session.settle()
+    assert move(session, model.second.weight.grad.entry, "host")
+    assert {grad.entry.on_device for grad in grads} == {True, False}
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    """A model with gradients of both kinds, and plain PyTorch beside: of each a model, how it is
+    called, and its optimizer."""
+    torch._dynamo.reset()
+    room = {"device_memory": "16MiB", "host_memory": "64MiB"}
+    tiered = zcompile.offload(Scaled(), device="cpu", **room)
+    plain = Scaled()
+    pairs = tuple(
+        (model, call, optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        for model, call in ((tiered, torch.compile(tiered, backend="zinf")), (plain, plain))
+    )
+    for step in range(6):
+        for pair in pairs:
+            step_with(*pair, lambda model: clipped_as_usual(model.parameters()), step)
+    return pairs
+
+
+def grads_of(params):
+    return [p.grad for p in params]
+
+
+def by_one_of_them(params):
+    scale, *others = sorted(params, key=lambda p: p.dim())
+    torch._foreach_mul_([*grads_of(others), scale.grad], scale.grad)
+
+
+def with_one_twice(params):
+    torch._foreach_mul_([*grads_of(params), params[0].grad, params[-1].grad], 0.3)
+
+
+def clipped_and_scaled_back(params):
+    clipped_as_usual(params)
+    torch._foreach_mul_(grads_of(params), torch.tensor(1e3))
+
+
+MIXED = {
+    "twice": CLIPPED_OTHERWISE["twice"],
+    "some": CLIPPED_OTHERWISE["some"],
+    "by a number": scaled(0.25),
+    "by an integer": scaled(torch.tensor(3)),
+    "one twice in the list": with_one_twice,
+    "clipped and scaled back": clipped_and_scaled_back,
+    "by one of them, the last": by_one_of_them,
+    "more often than changes wait": lambda ps: [scaled(0.9)(ps) for _ in range(6)],
+}
+
+
+@pytest.mark.parametrize("otherwise", MIXED)
+def test_gradients_on_the_device_and_elsewhere_are_multiplied_as_in_eager(otherwise, mixed):
+    def change(model):
+        if hasattr(model.scale, "entry"):
+            send_one_away(model)
+        MIXED[otherwise](list(model.parameters()))
+
+    for step in range(2):
+        for pair in mixed:
+            step_with(*pair, change, 100 + step)
+    (tiered, _, _), (plain, _, _) = mixed
+    assert_same(plain, tiered)
+
+
+def test_a_list_of_which_one_cannot_wait_is_left_as_it_was(mixed, monkeypatch):
+    """Of some gradients a change is deferred, others are multiplied: neither, if one fails."""
+
+    def fails_at_the_last(entry):
+        seen.append(entry)
+        if len(seen) == most:
+            raise OSError("it cannot be written")
+
+    def change(model):
+        nonlocal most
+        send_one_away(model)
+        assert move(session_behind(model), model.first.bias.grad.entry, "host")
+        grads = grads_of(model.parameters())
+        most = sum(not g.entry.on_device for g in grads)
+        before = [g.on_host().clone() for g in grads]
+        with monkeypatch.context() as patch:
+            patch.setattr(clipping, "before_write", fails_at_the_last)
+            with pytest.raises(OSError, match="it cannot be written"):
+                torch._foreach_mul_(grads, 0.5)
+        assert 1 < most < len(grads)
+        assert all(map(torch.equal, (g.on_host() for g in grads), before))
+
+    seen, most = [], 0
+    (tiered, call, optimizer), plain = mixed
+    step_with(tiered, call, optimizer, change, 200)
+    step_with(*plain, lambda model: None, 200)
+    assert_same(plain[0], tiered)

@@ -109,18 +109,19 @@ def on_device_and_not(
     cls: Any, func: Dispatched, args: Sequence[Any]
 ) -> tuple[list[Any], list[Any]] | None:
     """Gradients of a list that are to be multiplied at once, since compute reaches them where they
-    rest, and those whose change is deferred; None, if the list is not of both kinds."""
+    rest, and those whose change `defer_scale` defers.
+
+    None, if the list is not of both kinds, or if none of it can wait: then all of it is multiplied
+    in the order of the list, which tells where a gradient is multiplied by another one, or twice.
+    """
     if func not in SCALES or not isinstance(args[0], list):
+        return None
+    if not _can_wait(cls, args[0], args[1]):
         return None
     near, far = list[Any](), list[Any]()
     for tensor in args[0]:
-        if not isinstance(tensor, cls):
-            return None
-        tiered: Any = tensor
-        (near if _is_reached(tiered.entry) else far).append(tensor)
-    if not (near and far and all(is_gradient(cls, tensor) for tensor in args[0])):
-        return None
-    return near, far
+        (near if _is_reached(tensor.entry) else far).append(tensor)
+    return (near, far) if near and far else None
 
 
 def _is_reached(entry: Entry) -> bool:
@@ -128,25 +129,36 @@ def _is_reached(entry: Entry) -> bool:
     return entry.on_device and entry.narrow is None
 
 
-def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Note `gradients *= number` for the next reader; NotImplemented if that cannot be."""
-    lists = isinstance(args[0], list)
-    tensors: list[Any] = args[0] if lists else [args[0]]
-    if not _is_number(cls, args[1]) or not all(is_gradient(cls, t) for t in tensors):
-        return NotImplemented
+def _can_wait(cls: Any, tensors: Sequence[Any], operand: Any) -> bool:
+    """Whether `tensors *= operand` has the same result later, tensor by tensor."""
+    if not _is_number(cls, operand) or not all(is_gradient(cls, t) for t in tensors):
+        return False
     entries = {t.entry.key: t.entry for t in tensors}
     if len(entries) < len(tensors):
-        return NotImplemented
+        return False
     if any(len(entry.deferred) >= MOST_DEFERRED for entry in entries.values()):
+        return False
+    # Of complex numbers, then of their parts: one after the other.
+    return all(c.layout.dtype == t.entry_layout.dtype for t in tensors for c in t.entry.deferred)
+
+
+def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Note `gradients *= number` for the next reader; NotImplemented if that cannot be.
+
+    raises  what else waits for a gradient fails with; then no change is noted
+    """
+    lists = isinstance(args[0], list)
+    tensors: list[Any] = args[0] if lists else [args[0]]
+    if not _can_wait(cls, tensors, args[1]):
         return NotImplemented
-    if any(c.layout.dtype != t.entry_layout.dtype for t in tensors for c in t.entry.deferred):
-        return NotImplemented  # of complex numbers, then of their parts: one after the other
-    if all(map(_is_reached, entries.values())):
+    if all(_is_reached(tensor.entry) for tensor in tensors):
         return NotImplemented
     operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
     for tensor in tensors:
-        change = Deferred(func, operand, lists, tensor.entry_layout)
         before_write(tensor.entry)
+        tensor.entry.settle_updates()
+    for tensor in tensors:
+        change = Deferred(func, operand, lists, tensor.entry_layout)
         session_of(tensor.entry).deferrals.defer(tensor.entry, change)
     return None if lists else args[0]
 

@@ -137,10 +137,13 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
         joined = _join(cls, func, args, kwargs)
         if joined is not NOT_JOINED:
             return joined
-        if (parts := on_device_and_not(cls, func, args)) is not None:
-            near, far = parts
-            call(cls, func, (near, *args[1:]), kwargs)  # a repeat, in most steps
-            args = (far, *args[1:])
+        if func in SCALES:
+            args, kwargs = computed(args, kwargs)
+            if (parts := on_device_and_not(cls, func, args)) is not None:
+                near, later = ((part, *args[1:]) for part in parts)
+                _count_writes(cls, func, later, kwargs)
+                defer_scale(cls, func, later, kwargs)  # first: it computes nothing, and may fail
+                return call(cls, func, near, kwargs)  # a repeat, in most steps
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
     args, kwargs = computed(args, kwargs)

@@ -269,8 +269,62 @@ def test_a_mask_is_compiled_once_and_not_taken_for_another(monkeypatch):
 def test_a_mask_with_numbers_of_its_own_is_left_to_eager(monkeypatch):
     found, wanted, counts = with_masks(monkeypatch, near)
     assert torch.equal(found, wanted)
-    (why,) = counts["refused"].values()
+    ((why,),) = counts["refused"].values()
     assert "has constants of its own" in why
+
+
+def within(reach: Any) -> Callable[..., Tensor]:
+    return lambda batch, head, query, key: (query - key).abs() <= reach
+
+
+class Given(Masks):
+    """Attention under a mask that each call is given."""
+
+    def forward(self, x: Tensor, mask: torchs.BlockMask) -> Tensor:
+        x = x * self.scale
+        return torchs.flex_attention(x, x, x, block_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("masks", "said"),
+    [
+        ([(within(n), 128) for n in (3, 40, 4)], ["a number that its mask"]),
+        ([(within(n), 128) for n in (3.5, 40.5, 4.5)], ["a number that its mask"]),
+        ([(back, block) for block in (128, 64, 32)], ["its mask's blocks"]),
+        (
+            [(within(n), block) for n, block in ((3, 128), (40, 128), (4, 64))],
+            ["a number that its mask", "its mask's blocks"],
+        ),
+        ([(within(torch.tensor(n)), 128) for n in (3, 40, 4)], []),
+    ],
+    ids=["ints", "floats", "block sizes", "ints, then block sizes", "tensors"],
+)
+def test_a_mask_may_change_from_call_to_call(masks, said, monkeypatch, caplog):
+    """A number of its own is dynamic from its second value on, which is said; a tensor is not."""
+
+    def as_it_is(gm: fx.GraphModule, *_: Any, **options: Any) -> Compiled:
+        return Compiled(gm.forward, None, CompiledFacts(0, 1, (None,)))
+
+    monkeypatch.setattr(fusions, "compile_by_inductor", as_it_is)
+    monkeypatch.setattr(fusions._Kept, "write_facts", lambda *_: None)
+    torch._dynamo.reset()
+    plain, model = Given(), Given()
+    fields = {"device": "cpu", "device_memory": "16MiB", "host_memory": "16MiB"}
+    zcompile.offload(model, regions="inductor", **fields)
+    run = torch.compile(model, backend="zinf")
+    with torch.no_grad():
+        for rule, block in masks:
+            mask = torchs.create_block_mask(
+                rule, None, None, 256, 256, device="cpu", BLOCK_SIZE=block
+            )
+            assert torch.equal(run(SQUARE, mask), plain(SQUARE, mask))
+    found = zcompile.stats(model)["fusions"]
+    assert found["distinct"] == 1
+    assert list(found["refused"]) == (["flex_attention"] if said else [])
+    for part, why in zip(said, found["refused"].get("flex_attention", []), strict=True):
+        assert part in why
+        assert "dynamic=False" in why
+        assert why in caplog.text
 
 
 def test_what_attention_takes_is_far_less_than_all_pairs(monkeypatch):

@@ -261,7 +261,7 @@ def test_what_inductor_refuses_runs_eagerly_with_a_note(monkeypatch, tmp_path, c
     ours = results(run, model, rows())
     refused = fusions_of(model)["refused"]
     assert refused
-    assert set(refused.values()) == {"RuntimeError: no norms today"}
+    assert all(reasons == ["RuntimeError: no norms today"] for reasons in refused.values())
     assert all("native_layer_norm" in ops for ops in refused)
     assert fusions_of(model)["compiled"], "what it does not refuse is compiled"
     assert "Inductor does not compile" in caplog.text
@@ -292,7 +292,7 @@ def test_results_whose_memory_is_not_as_counted_are_refused(field, told, said, m
     run(torch.randn(4, 32)).sum().backward()
     found = fusions_of(model)
     assert found["compiled"] == 0
-    assert any(said in why for why in found["refused"].values())
+    assert any(said in why for reasons in found["refused"].values() for why in reasons)
 
 
 def nn_gelu():

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from zcompile.config import Config
 from zcompile.errors import CompilerMissing
-from zcompile.ir.fusions import Fused, computes, copied, made_by, read_by
+from zcompile.ir.fusions import Fused, computes, copied, made_by, read_by, refusal_of
 from zcompile.ir.graph import is_subgraph, subgraph_of
 from zcompile.ir.regions import structure, structure_of_graph
 from zcompile.ir.torch_compat import (
@@ -50,7 +50,6 @@ T = TypeVar("T")
 
 FORMAT = "3"
 """Counts what is said to Inductor, and how artifacts are kept: with another, none is reused."""
-_OWN_CONSTANTS = "a graph that it is given has constants of its own, by which it is not known again"
 FOLDER = "fusions"
 """Of artifacts, in the first directory of a durable run, and in torch's cache."""
 
@@ -70,12 +69,18 @@ class Counts:
 
     compiled  by Inductor, or taken from torch's caches
     loaded    from beside the run
-    refused   what is run eagerly: its ops -> why
+    refused   what is run eagerly: its ops -> why, each reason once
     """
 
     compiled: int = 0
     loaded: int = 0
-    refused: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, list[str]] = field(default_factory=dict)
+
+    def refuse(self, ops: str, why: str) -> None:
+        reasons = self.refused.setdefault(ops, [])
+        if why not in reasons:
+            reasons.append(why)
+        log.warning("Inductor does not compile %s, which runs eagerly: %s", ops, why)
 
 
 class FusionCompiler:
@@ -103,12 +108,10 @@ class FusionCompiler:
         given = [subgraph_of(node).graph for node in gm.graph.nodes if is_subgraph(node)]
         key = self._key(structure(body), *map(structure_of_graph, given))
         if key not in self._known:
-            constant = any(graph.find_nodes(op="get_attr") for graph in given)
-            found = _OWN_CONSTANTS if constant else self._found(key, gm, made)
+            found = refusal_of(nodes) or self._found(key, gm, made)
             if isinstance(found, str):
                 names = sorted({str(n.target).removeprefix("aten.") for n in body if computes(n)})
-                self.counts.refused[" ".join(names)] = found
-                log.warning("Inductor does not compile %s: %s", " ".join(names), found)
+                self.counts.refuse(" ".join(names), found)
             self._known[key] = found
         return self._known[key]
 
@@ -118,7 +121,7 @@ class FusionCompiler:
             "distinct": counts.compiled + counts.loaded,
             "compiled": counts.compiled,
             "loaded": counts.loaded,
-            "refused": dict(counts.refused),
+            "refused": {ops: list(reasons) for ops, reasons in counts.refused.items()},
         }
 
     def _key(self, *structures: str) -> str:
@@ -146,8 +149,7 @@ class FusionCompiler:
             assert facts is not None, "without caches it is scheduled"
             return compiled, facts
 
-        number = self.counts.compiled + self.counts.loaded + len(self.counts.refused) + 1
-        with working(f"Inductor compiles fusion {number}"):
+        with working(f"Inductor compiles fusion {len(self._known) + 1}"):
             done = _on_a_thread(compile_it, self._device)
         if isinstance(done, Exception):
             return _first_line(done)

@@ -65,7 +65,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
                   same
     fusions       with regions="inductor": how many `distinct` ones there are, those that were
                   `compiled` (or taken from torch's caches), those `loaded` from beside the run,
-                  and what was `refused` and why: it is run eagerly. None with eager regions
+                  and what was `refused` and is run eagerly: its ops -> a list of reasons. None
+                  with eager regions
     fabric        only where several ranks train the model: `rank` of `ranks`, `replicas`: how many
                   groups of them hold all of the model each, `bytes` that this one has sent
                   (`gather`, `exchange`, `agree`; `replicate`: sums of a group, to others), and

@@ -135,6 +135,18 @@ EXACT = frozenset(
 """Pointwise ops that everybody rounds alike: one alone is left to eager, as one of `MOVES` or a
 cast is. Of exponentials and the like Inductor's bits may differ, so it has those alone too."""
 
+_ITEM = aten._local_scalar_dense.default
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_DYNAMIC_SIZES = (
+    "its sizes, or those of its mask's blocks, are dynamic, as torch makes them when they have "
+    "changed: give torch.compile dynamic=False to have each compiled"
+)
+_DYNAMIC_NUMBER = (
+    "a number that its mask or score captures is dynamic, as torch makes it when it has changed: "
+    "capture it as a tensor, or give torch.compile dynamic=False to have each compiled"
+)
+_OWN_CONSTANTS = "a graph that it is given has constants of its own, by which it is not known again"
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -258,18 +270,24 @@ def is_fusible(node: fx.Node) -> bool:
 
 def is_fusible_but_for_sizes(node: fx.Node) -> bool:
     """Whether a node would be fusible, and does work, if its sizes were numbers."""
-    known = _is_known(node) and computes(node)
-    if is_flex_attention(node):
-        return not is_fusion_alone(node)
-    return known and not all(map(_is_static, _tensors(node)))
+    return _is_known(node) and computes(node) and not all(map(_is_static, _tensors(node)))
 
 
-def is_fusion_alone(node: fx.Node) -> bool:
-    """Whether a node is a fusion by itself: a call of `flex_attention` whose sizes are numbers."""
-    if not is_flex_attention(node) or not all(map(_is_static, _tensors(node))):
-        return False
-    values = (n.meta["val"] for n in node.all_input_nodes if not is_subgraph(n))
-    return all(isinstance(value, torch.Tensor) for value in values)
+def refusal_of(nodes: Iterable[fx.Node]) -> str | None:
+    """Why Inductor is not asked to compile a fusion that is a call of `flex_attention`, and what to
+    do about it; None: it is."""
+    calls = [node for node in nodes if is_flex_attention(node)]
+    inputs = [n for node in calls for n in node.all_input_nodes]
+    graphs = [subgraph_of(n).graph for n in inputs if is_subgraph(n)]
+    if not all(_is_static(tensor) for node in calls for tensor in _tensors(node)):
+        return _DYNAMIC_SIZES
+    numbers = any(isinstance(n.meta.get("val"), _SYMBOLIC) for n in inputs)
+    # A captured float comes as a tensor, of which the graph reads the number.
+    if numbers or any(graph.find_nodes(op="call_function", target=_ITEM) for graph in graphs):
+        return _DYNAMIC_NUMBER
+    if any(graph.find_nodes(op="get_attr") for graph in graphs):
+        return _OWN_CONSTANTS
+    return None
 
 
 def _is_known(node: fx.Node) -> bool:

@@ -15,13 +15,12 @@ from zcompile.ir.fusions import (
     is_cast,
     is_fusible,
     is_fusible_but_for_sizes,
-    is_fusion_alone,
     is_worth_compiling,
     set_fusion,
 )
 from zcompile.ir.graph import aliases_of, bases_of, find, is_compute, phase_of, root_of
 from zcompile.ir.plan import GraphPlan, Note
-from zcompile.ir.torch_compat import hint
+from zcompile.ir.torch_compat import hint, is_flex_attention
 from zcompile.ir.types import Phase
 from zcompile.ir.units import MiB
 from zcompile.passes.base import Fact, Pass
@@ -175,7 +174,7 @@ def _runs(graph: fx.Graph, weights: Weights) -> Iterator[_Run]:
                 continue
             yield from ended()
             run = None
-        if is_fusion_alone(node):
+        if is_flex_attention(node):
             alone = _Run(phase_of(node))
             alone.takes(node)
             alone.add_parts(node)

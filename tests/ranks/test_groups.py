@@ -184,7 +184,7 @@ def used_on_one_rank(_):
     have added to then: it collects what it brings to that, and all others follow. None: plain."""
     mesh, model = mesh_of(2, 2), words()
     zcompile.offload(model, mesh=mesh, **BUDGETS)
-    run, optimizer, rank = torch.compile(model, backend="zinf"), adamw(model.parameters()), None
+    run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
     rank = dist.get_rank()
     gradients, sent = session_behind(model).gradients, []
     for step in range(2):

@@ -71,6 +71,8 @@ class Recovery(Copier):
                     self._to_host(data, kept, entry, begin, end)
             self._commit_log.keep_copy(entry, versions)
         else:
+            entry.store.drain()
+            before_write(entry)  # what may fail does so while the extent is not taken
             extent = self._commit_log.tier.adopt(versions, kept.room, entry.name)
             _rest_in(entry, extent, written)
         return True
@@ -96,10 +98,8 @@ def _extent(kept: StoredTensor) -> Extent:
 
 
 def _rest_in(entry: Entry, extent: Extent, written: Sequence[tuple[int, int]]) -> None:
-    """Let `entry` rest in `extent` of its tier from here on, where the `written` ranges hold a
-    value."""
-    entry.store.drain()
-    before_write(entry)
+    """Let `entry`, of which no transfer is under way, rest in `extent` of its tier from here on,
+    where the `written` ranges hold a value."""
     place, old = entry.place, entry.place.extent
     place.rest(place.tier, extent)
     place.written.clear()

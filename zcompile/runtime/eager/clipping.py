@@ -105,18 +105,14 @@ def _measured_in_tiles(tensor: Any, measure: Measure) -> Any | None:
     return measure.join(parts)
 
 
-def on_device_and_not(
-    cls: Any, func: Dispatched, args: Sequence[Any]
-) -> tuple[list[Any], list[Any]] | None:
-    """Gradients of a list that are to be multiplied at once, since compute reaches them where they
-    rest, and those whose change `defer_scale` defers.
+def on_device_and_not(cls: Any, args: Sequence[Any]) -> tuple[list[Any], list[Any]] | None:
+    """Of a call of one of `SCALES` the gradients that are to be multiplied at once, since compute
+    reaches them where they rest, and those whose change is to be deferred.
 
     None, if the list is not of both kinds, or if none of it can wait: then all of it is multiplied
     in the order of the list, which tells where a gradient is multiplied by another one, or twice.
     """
-    if func not in SCALES or not isinstance(args[0], list):
-        return None
-    if not _can_wait(cls, args[0], args[1]):
+    if not isinstance(args[0], list) or not _can_wait(cls, args[0], args[1]):
         return None
     near, far = list[Any](), list[Any]()
     for tensor in args[0]:
@@ -145,7 +141,7 @@ def _can_wait(cls: Any, tensors: Sequence[Any], operand: Any) -> bool:
 def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Note `gradients *= number` for the next reader; NotImplemented if that cannot be.
 
-    raises  what else waits for a gradient fails with; then no change is noted
+    raises  as `defer_each`
     """
     lists = isinstance(args[0], list)
     tensors: list[Any] = args[0] if lists else [args[0]]
@@ -153,14 +149,23 @@ def defer_scale(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
         return NotImplemented
     if all(_is_reached(tensor.entry) for tensor in tensors):
         return NotImplemented
-    operand = args[1].clone() if isinstance(args[1], Tensor) else args[1]
-    for tensor in tensors:
+    defer_each(func, tensors, args[1], lists)
+    return None if lists else args[0]
+
+
+def defer_each(func: Dispatched, gradients: Sequence[Any], number: Any, lists: bool = True) -> None:
+    """Note `gradients *= number` for the next reader of each.
+
+    lists   `func` takes lists
+    raises  what else waits for a gradient fails with; then no change is noted
+    """
+    operand = number.clone() if isinstance(number, Tensor) else number
+    for tensor in gradients:
         before_write(tensor.entry)
         tensor.entry.settle_updates()
-    for tensor in tensors:
+    for tensor in gradients:
         change = Deferred(func, operand, lists, tensor.entry_layout)
         session_of(tensor.entry).deferrals.defer(tensor.entry, change)
-    return None if lists else args[0]
 
 
 def is_gradient(cls: Any, tensor: Any) -> bool:

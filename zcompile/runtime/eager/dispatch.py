@@ -34,6 +34,7 @@ from zcompile.ir.torch_compat import (
 from zcompile.ir.types import Layout
 from zcompile.runtime.eager.clipping import (
     SCALES,
+    defer_each,
     defer_scale,
     known_norm,
     known_norms,
@@ -139,11 +140,11 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             return joined
         if func in SCALES:
             args, kwargs = computed(args, kwargs)
-            if (parts := on_device_and_not(cls, func, args)) is not None:
-                near, later = ((part, *args[1:]) for part in parts)
-                _count_writes(cls, func, later, kwargs)
-                defer_scale(cls, func, later, kwargs)  # first: it computes nothing, and may fail
-                return call(cls, func, near, kwargs)  # a repeat, in most steps
+            if (parts := on_device_and_not(cls, args)) is not None:
+                near, far = parts
+                _count_writes(cls, func, (far, *args[1:]), kwargs)
+                defer_each(func, far, args[1])  # first: it computes nothing, and may fail
+                return call(cls, func, (near, *args[1:]), kwargs)  # a repeat, in most steps
     if func._schema.is_mutable or func in UNANNOTATED_WRITES:
         _count_writes(cls, func, args, kwargs)
     args, kwargs = computed(args, kwargs)

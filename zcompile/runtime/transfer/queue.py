@@ -56,7 +56,6 @@ class TransferQueue:
             transfer.prepare()
             place.in_flight.append(transfer)
             self._in_flight[transfer] = None
-            _moves(place)
         transfer.home.then(partial(self._finished, transfer))
         # Others on these bytes must be home first; those in `after` must have freed their memory.
         # Where the device's own streams can see to that, it is enough that they are enqueued.
@@ -93,7 +92,6 @@ class TransferQueue:
                 use.prepare()
                 use.place.in_flight.append(use)
                 self._in_flight[use] = None
-                _moves(use.place)
         for use in work.uses:
             use.end_heard().then(partial(self._finished, use))
         for blocker in blockers:
@@ -143,7 +141,6 @@ class TransferQueue:
                 place.in_flight.append(copy)
                 self._in_flight[copy] = None
                 self.ends.enqueued(copy)
-                _moves(place)
         if error is not None:
             copy.fail(error)
         return True
@@ -323,15 +320,6 @@ class TransferQueue:
             finally:
                 with self._lock:  # now: who waits for extents waits for what is in flight
                     self._in_flight.pop(transfer, None)
-
-
-def _moves(place: Place) -> None:
-    """Tell of a transfer of what compute uses where it rests: it may not, until that has ended.
-
-    What rests elsewhere is used by transfers alone, each of which waits for those before it.
-    """
-    if place.tier.on_device:
-        CHANGES.note()
 
 
 def _check_use(moved: InFlight) -> None:

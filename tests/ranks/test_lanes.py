@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from zcompile.ir.rank_mesh import RankMesh
-from zcompile.runtime.ranks.fabric import MOST_BEGUN, Exchanged, Fabric, _Lane, _Posts
+from zcompile.runtime.ranks.fabric import Exchanged, Fabric
+from zcompile.runtime.ranks.lane import MOST_BEGUN, Lane, Posts
 from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 from zcompile.runtime.ranks.transport import HostMessages
 from zcompile.runtime.transfer.ticket import Promise, Ready
@@ -35,7 +36,7 @@ class Told:
 
 def lane_of(told):
     """A lane, and the turns that its thread would take, for the test to take."""
-    lane, turns = _Lane("gather", None, 0, pytest.fail), []
+    lane, turns = Lane("gather", None, 0, pytest.fail), []
     lane.stop()
     lane._carries = HostMessages(told)
     lane._workers = SimpleNamespace(submit=turns.append)
@@ -48,7 +49,7 @@ def hand_over(lane, posts):
 
 def posts_of(number, *after, memory=None, is_alone=False):
     row = torch.full((4,), number) if memory is None else memory.fill_(number)
-    return _Posts([(1, row)], [(1, row)], (row,), after, RankLink(), is_alone=is_alone)
+    return Posts([(1, row)], [(1, row)], (row,), after, RankLink(), is_alone=is_alone)
 
 
 def done(error=None):

@@ -23,7 +23,8 @@ from zcompile.ir.partition import Crossing, Partition, SharedRange, exchanged, g
 from zcompile.ir.rank_mesh import RankMesh
 from zcompile.machine import files
 from zcompile.machine.model import Link, slowest_way
-from zcompile.runtime.ranks.fabric import Fabric, _Lane
+from zcompile.runtime.ranks.fabric import Fabric
+from zcompile.runtime.ranks.lane import Lane
 from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 
 STEPS = 4
@@ -103,10 +104,10 @@ def counted(mesh):
     torch.manual_seed(0)
     model = torch.nn.Linear(*UNEVEN[::-1], bias=False)
     zcompile.offload(model, mesh=mesh, throttle={"rank_to_rank": RATE}, **ROOMY)
-    session, carry = session_behind(model), _Lane.messages
+    session, carry = session_behind(model), Lane.messages
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = torch.compile(model, backend="zinf")
-    _Lane.messages = counts
+    Lane.messages = counts
     try:
         for step in range(STEPS):
             if step == STEPS - 1:
@@ -117,7 +118,7 @@ def counted(mesh):
             optimizer.zero_grad()
         stats = zcompile.stats(model)
     finally:
-        _Lane.messages = carry
+        Lane.messages = carry
         zcompile.close(model)
     return came[0], stats["bytes"]["rank_to_rank"], stats["predicted"]["bytes"]["rank_to_rank"]
 

@@ -10,12 +10,9 @@ and a gradient is exchanged and summed up there; what the groups have made of a 
 between the ranks that hold it, on a lane of its own.
 
 A collective is messages between pairs of ranks, each into the place where its bytes belong; what
-lies in the memory of a device passes memory of the host (`transport.py`). Between memories of the
-host, while a lane waits for the messages of one collective, those of the next ones are on their way
-already, as far as nothing stands before them. So small collectives wait for the other ranks
-together, and not one after the other; elsewhere one begins when the one before has ended. Who waits
-for one waits for a promise that another thread can break: a rank that fails, ends, or never comes
-ends all that waits for it (`watch.py`).
+lies in the memory of a device passes memory of the host (`transport.py`). Several of a lane may be
+under way at once (`lane.py`). Who waits for one waits for a promise that another thread can break:
+a rank that fails, ends, or never comes ends all that waits for it (`watch.py`).
 """
 
 import hashlib
@@ -24,7 +21,7 @@ import os
 import struct
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -50,23 +47,18 @@ from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.progress import BOARD
+from zcompile.runtime.ranks.lane import Lane, Posts
 from zcompile.runtime.ranks.link import NOTHING, LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
 from zcompile.runtime.ranks.transport import (
     LONGEST,
-    Channel,
-    HostMessages,
-    Message,
-    Messages,
     PeerGone,
-    PinnedMessages,
-    Work,
     host_memory,
     host_rows,
 )
 from zcompile.runtime.ranks.watch import Store, Waiting, Watch
 from zcompile.runtime.transfer.interrupts import uninterrupted
-from zcompile.runtime.transfer.ticket import Promise, Reporting, Ticket, Workers
+from zcompile.runtime.transfer.ticket import Finishing, Promise, Ticket
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +66,6 @@ LANES = ("agree", "gather", "exchange", "replicate")
 """The last one only where several groups each hold a whole."""
 TAGS = 1 << 24
 """The first tag of a message: in a group of the user's, nobody else is likely to use those."""
-MOST_BEGUN = 16
-"""Collectives of a lane that are under way at once."""
 DIGEST_BYTES = 16
 TEXT_BYTES = 424
 """Of a record, for people: what a rank is about to do."""
@@ -143,272 +133,6 @@ class Record:
         return cls(
             number, detail, value, what.decode(errors="replace"), text.decode(errors="replace")
         )
-
-
-class _Finishing:
-    """A context that keeps a promise: at its end, or with what was raised inside."""
-
-    def __init__(self, promise: Promise) -> None:
-        self._promise = promise
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._promise.finish(error)
-        return True
-
-
-class _Posts:
-    """The messages of a collective that may begin before those before it in its lane have ended.
-
-    Whatever the one before comes after is over when that has begun. So what is new is only that
-    both touch memory at the same time, which they may where it is not the same.
-
-    memory    all that is read or written
-    after     complete before they begin
-    link      that they pass
-    bring     called before they do: what this rank itself brings
-    is_alone  they begin when those before them have ended, and those behind them when they have
-    """
-
-    def __init__(
-        self,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        memory: Sequence[Tensor],
-        after: Sequence[Ticket],
-        link: RankLink,
-        bring: Callable[[], None] = lambda: None,
-        is_alone: bool = False,
-    ) -> None:
-        self.sends, self.receives, self.bring = sends, receives, bring
-        self.link, self.is_alone = link, is_alone
-        self._after = after
-        self._ranges = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in memory]
-        self._works: list[Work] | None = None
-        self._error: BaseException | None = None
-        self._has_set_out = False
-        self.since = 0.0
-        """When they set out, on the clock of perf_counter."""
-
-    @property
-    def have_begun(self) -> bool:
-        return self._works is not None or self._error is not None
-
-    @property
-    def has_failed(self) -> bool:
-        return self._error is not None
-
-    def may_begin(self, others: "Sequence[_Posts]") -> bool:
-        """Whether nothing stands before them but messages of others, of other memory."""
-        if self.is_alone or not all(ticket.done() for ticket in self._after):
-            return False
-        apart = (
-            end <= low or high <= begin
-            for begin, end in self._ranges
-            for other in others
-            for low, high in other._ranges
-        )
-        return all(apart)
-
-    def set_out(self) -> None:
-        """From now on, and until they `arrive`, they count as on their way over their link."""
-        self._has_set_out, self.since = True, time.perf_counter()
-        self.link.begins(self.since)
-
-    def arrive(self, came: Crossing) -> None:
-        """They are over, and so much has come; `NOTHING`: they have failed, if they ever set
-        out."""
-        if self._has_set_out:
-            self.link.ends(came, self.since, time.perf_counter())
-
-    def begin(self, carrier: HostMessages) -> None:
-        """Begin; what goes wrong is raised when their turn has come."""
-
-        def note(error: BaseException) -> None:
-            self._error = error
-
-        with Reporting(note):
-            for ticket in self._after:
-                ticket.wait()  # it is complete, well or badly
-            self.set_out()
-            self.bring()
-            self._works = carrier.begin(self.sends, self.receives)
-
-    def end(self, carrier: HostMessages, at: Callable[[int], None]) -> None:
-        """Wait until they are over. raises  as of `Messages`, and what `after` or `bring` raise"""
-        if self._error is not None:
-            raise self._error
-        assert self._works is not None, "they have begun"
-        carrier.end(self._works, at)
-
-
-class _HandedOver(NamedTuple):
-    """A job of a lane, and the messages that it has `posted`; None: it does something else."""
-
-    job: Callable[[], None]
-    posts: _Posts | None
-
-
-class _Lane:
-    """The messages of one kind of collective, and the thread that waits for them in order: those of
-    several are under way at once, where `posted` says so."""
-
-    def __init__(self, name: str, group: Any, tag: int, crashed: Callable[..., None]) -> None:
-        self._channel = Channel(group, tag)
-        self._carries: Messages = HostMessages(self._channel)
-        self._coming: deque[_HandedOver] = deque()
-        """What was handed over and has not had its turn, in order: jobs together with their
-        messages, so that none of these is ever taken for that of another job."""
-        self._lock = threading.Lock()
-        self._name, self._crashed = name, crashed
-        self._workers = Workers(f"zinf-{name}", 1, crashed)
-        self._holds: Workers | None = None
-        """The thread that a paced link holds, while that of the lane listens to the others."""
-        self.waiting: Waiting | None = None
-
-    def submit(self, job: Callable[[], None], posts: _Posts | None = None) -> None:
-        """Hand a job over; what is raised on the way, as by an interrupt, takes all of it back.
-
-        posts  what the job calls `posted` with; None: it does not
-        """
-        handed_over = _HandedOver(job, posts)
-        with self._lock:
-            try:
-                self._coming.append(handed_over)
-                # The thread is woken once too often where this fails afterwards, never too seldom.
-                self._workers.submit(self._take_turn)
-            except BaseException:
-                if self._coming and self._coming[-1] is handed_over:
-                    self._coming.pop()
-                raise
-
-    def _take_turn(self) -> None:
-        """Carry out what was handed over first, if that was not taken back."""
-        with self._lock:
-            if not self._coming:
-                return
-            job = self._coming.popleft().job
-        job()
-
-    def stop(self) -> None:
-        """End the threads after what they do now, without waiting for that."""
-        self._workers.stop(0.0)
-        if self._holds is not None:
-            self._holds.stop(0.0)
-
-    def pace(self) -> None:
-        """Let collectives end with `agree_that_over` from here on; idempotent."""
-        if self._holds is None:
-            self._holds = Workers(f"zinf-{self._name}-holds", 1, self._crashed)
-
-    def carry_for(self, device: Device, others: int) -> None:
-        """Carry what lies in memory of the device too, from here on; nothing is on its way."""
-        self._carries = PinnedMessages(self._channel, device, others, self._name)
-
-    def bring(self, target: Tensor, source: Tensor) -> None:
-        """Copy what this rank itself brings to memory of the host. raises  as of `Messages`"""
-        self._carries.bring(target, source)
-
-    def messages(self, what: str, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Carry out one collective; empty messages are left out on both sides.
-
-        raises  as of `Messages`
-        """
-        with self._waits_for(what) as at:
-            self._carries.carry(sends, receives, at)
-
-    def posted(self, what: str, posts: _Posts) -> None:
-        """Carry out a collective, within the job that was handed over with it. Those behind it
-        begin meanwhile, as far as they may, if memory of the host is all that is touched and
-        nothing paces the link.
-
-        raises  as of `Messages`
-        """
-        carrier = self._carries
-        if self._holds is None and isinstance(carrier, HostMessages):
-            with self._waits_for(what) as at:
-                self._begin_all(posts, carrier)
-                posts.end(carrier, at)
-        else:
-            posts.set_out()
-            posts.bring()
-            self.messages(what, posts.sends, posts.receives)
-
-    def _begin_all(self, first: _Posts, carrier: HostMessages) -> None:
-        """Begin a collective whose turn has come, and what may begin behind it."""
-        with self._lock:
-            coming = [row.posts for row in self._coming if row.posts is not None]
-        begun: list[_Posts] = []
-        for posts in (first, *coming[: MOST_BEGUN - 1]):
-            if not posts.have_begun:
-                if begun and not posts.may_begin(begun):
-                    return
-                posts.begin(carrier)
-            if posts.has_failed or posts.is_alone:  # what comes next would be taken for it
-                return
-            begun.append(posts)
-
-    @contextmanager
-    def _waits_for(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Within, the watch knows of each peer that the given function is told, who waits for
-        it."""
-        since = time.monotonic()
-
-        def at(peer: int) -> None:
-            self.waiting = Waiting(what, since, peer)
-
-        try:
-            yield at
-        finally:
-            self.waiting = None
-
-    def agree_that_over(self, what: str, hold: Callable[[], None], peers: Sequence[int]) -> None:
-        """Wait until `hold` has returned here and on each of the peers, who do the same.
-
-        A peer whose connection closes ends the wait at once, and not `hold`: that is up to whoever
-        hears of it (`Fabric.fail`).
-        raises  PeerGone
-        """
-        assert self._holds is not None, "the lane is paced"
-        over, lock = Promise(), threading.Lock()
-        held, peer = False, -1
-        """Whether `hold` has returned: only then this rank waits for another."""
-
-        def listen_to(other: int, has_held: bool) -> None:
-            nonlocal held, peer
-            with lock:
-                held, peer = held or has_held, other
-                if held and not over.done():
-                    since = time.monotonic() if self.waiting is None else self.waiting.since
-                    self.waiting = Waiting(what, since, other)
-
-        def tell() -> None:
-            with _Finishing(over):
-                hold()
-                listen_to(peer, True)
-                said = torch.zeros(1, dtype=torch.uint8, device="cpu")
-                works = [(other, self._channel.send(other, said)) for other in peers]
-                for other, work in works:
-                    self._channel.wait(other, work)
-
-        try:
-            heard = []
-            for peer in peers:
-                row = torch.zeros(1, dtype=torch.uint8, device="cpu")
-                heard.append((peer, self._channel.receive(peer, row)))
-            self._holds.submit(tell)
-            for other, work in heard:
-                listen_to(other, False)
-                self._channel.wait(other, work)
-            over.wait()
-        except BaseException:
-            over.finish()  # nobody waits for it any more
-            raise
-        finally:
-            with lock:
-                self.waiting = None
 
 
 class Exchanged(NamedTuple):
@@ -532,7 +256,7 @@ class Fabric:
             self._lanes = {}
             for at, name in enumerate(lanes):
                 tag = TAGS + number * len(LANES) + at
-                self._lanes[name] = _Lane(name, group, tag, self._crashed)
+                self._lanes[name] = Lane(name, group, tag, self._crashed)
                 undo.callback(self._lanes[name].stop)
             self._watch = Watch(
                 store, self.rank, self._hosts, timeout_s, self._waiting, self._doing, self.fail
@@ -758,7 +482,7 @@ class Fabric:
         crossing, what = gathered(whole.numel(), mesh.shards, tile), f"gather {name!r}"
         sends = [(r, own) for r in others]
         receives = [(r, shares[mesh.shard_of(r)]) for r in others]
-        posts = _Posts(sends, receives, (whole,), after, self.links.of_group)
+        posts = Posts(sends, receives, (whole,), after, self.links.of_group)
         sent = own.numel() * len(others)
         return self._submit_posts("gather", what, posts, crossing, after, sent)
 
@@ -800,7 +524,7 @@ class Fabric:
         receives = [(r, parts[members.index(r), : own.numel()]) for r in others]
         link = self.links.of_group if within else self.links.of_all
         bring = partial(lane.bring, target, own)
-        posts = _Posts(sends, receives, (flat, parts), after, link, bring)
+        posts = Posts(sends, receives, (flat, parts), after, link, bring)
         sent = sum(part.numel() for _, part in sends) * width
         what = f"exchange the gradient of {name!r}"
         ticket = self._submit_posts("exchange", what, posts, crossing, after, sent)
@@ -828,7 +552,7 @@ class Fabric:
         others = self._others(members)
         sends = [(r, group[:own]) for r in others]
         receives = [(r, rows[members.index(r), :own]) for r in others]
-        posts = _Posts(sends, receives, (rows,), (summed,), self.links.of_replicas)
+        posts = Posts(sends, receives, (rows,), (summed,), self.links.of_replicas)
         sent = own * dtype.itemsize * len(others)
         crossing = summed_over_replicas(shares, mesh.replicas)
         what = f"sum the gradient of {name!r} over groups"
@@ -852,7 +576,7 @@ class Fabric:
                 lane.bring(own[begin : begin + size], flat.view(torch.uint8))
 
         sends, receives = [(r, own) for r in others], [(r, parts[r]) for r in others]
-        posts = _Posts(sends, receives, (*flats, parts), after, self.links.of_all, bring)
+        posts = Posts(sends, receives, (*flats, parts), after, self.links.of_all, bring)
         crossing, sent = exchanged(ends[-1], self.size), ends[-1] * len(others)
         what = f"exchange {len(flats)} small gradients"
         promise = self._submit_posts("exchange", what, posts, crossing, after, sent)
@@ -1012,7 +736,7 @@ class Fabric:
         first, what = self.rank == 0, f"spread {name!r}"
         sends = [(r, memory) for r in self._others()] if first else []
         receives = [] if first else [(0, memory)]
-        posts = _Posts(sends, receives, (memory,), (), self.links.of_all, is_alone=True)
+        posts = Posts(sends, receives, (memory,), (), self.links.of_all, is_alone=True)
         crossing = Crossing(0 if first else memory.numel(), memory.numel())
         sent = memory.numel() * len(sends)
         _wait_for(self._submit_posts("gather", what, posts, crossing, (), sent))
@@ -1028,7 +752,7 @@ class Fabric:
         sent, came = (sum(t.numel() for t in some.values()) for some in (sends, receives))
         outward, inward = list(sends.items()), list(receives.items())
         memory = (*sends.values(), *receives.values())
-        posts = _Posts(outward, inward, memory, (), self.links.of_all, is_alone=True)
+        posts = Posts(outward, inward, memory, (), self.links.of_all, is_alone=True)
         crossing = Crossing(came, max(sent, came))
         _wait_for(self._submit_posts("gather", what, posts, crossing, (), sent))
 
@@ -1036,7 +760,7 @@ class Fabric:
         self,
         lane: str,
         what: str,
-        posts: _Posts,
+        posts: Posts,
         crossing: Crossing,
         after: Sequence[Ticket],
         sent: int,
@@ -1045,7 +769,7 @@ class Fabric:
         collect = partial(self._carry, lane, what, posts, crossing)
         return self._submit(lane, what, collect, after, sent, posts)
 
-    def _carry(self, lane: str, what: str, posts: _Posts, crossing: Crossing) -> None:
+    def _carry(self, lane: str, what: str, posts: Posts, crossing: Crossing) -> None:
         """Carry out one collective in its lane, at the pace of its link. raises  PeerGone"""
         link, came = posts.link, NOTHING
         try:
@@ -1151,7 +875,7 @@ class Fabric:
         job: Callable[[], None],
         after: Sequence[Ticket],
         sent: int,
-        posts: _Posts | None = None,
+        posts: Posts | None = None,
     ) -> Promise:
         """Hand a collective over to its lane.
 
@@ -1164,7 +888,7 @@ class Fabric:
         del job
 
         def carry_out() -> None:
-            with _Finishing(promise):
+            with Finishing(promise):
                 try:
                     for ticket in after:
                         ticket.wait()

@@ -229,6 +229,20 @@ def _run_jobs(jobs: "SimpleQueue[Job | None]", crashed: Callable[[BaseException]
         del job
 
 
+class Finishing:
+    """A context that keeps a promise: at its end, or with what was raised inside."""
+
+    def __init__(self, promise: Promise) -> None:
+        self._promise = promise
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._promise.finish(error)
+        return True
+
+
 class Reporting:
     """Hands whatever a block raises to `report`, and goes on."""
 

@@ -82,7 +82,7 @@ def disk(bytes_per_s):
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "behind_bytes"), [(2e9, lane_bytes(RING)), (2.1e9, 0), (16e9, 0)]
+    ("bytes_per_s", "behind_bytes"), [(1.3e9, lane_bytes(RING)), (1.4e9, 0), (16e9, 0)]
 )
 def test_slots_are_written_behind_by_a_disk_that_is_far_slower_than_a_copy(
     bytes_per_s, behind_bytes

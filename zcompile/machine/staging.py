@@ -79,9 +79,9 @@ def _most(straight: bool) -> int:
     return MOST_BESIDE_BYTES if straight else MOST_STAGING_BYTES
 
 
-SLOWER_THAN_A_COPY = 4
-"""Slots are written behind by a disk that is so many times slower than a copy, or more. The copy
-takes a core and memory from compute."""
+SLOWER_THAN_A_COPY = 6
+"""Slots are written behind by a disk that is so many times slower than a copy, or more
+(`benchmarks/written_slots.py`). The copy takes a core and memory from compute."""
 
 
 def behind_bytes(ring_bytes: int, links: Mapping[str, Link]) -> int:

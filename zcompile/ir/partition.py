@@ -8,6 +8,9 @@ padding, which is never shown and never saved.
 Or all of a tensor is with one rank, its owner, as in ZeRO before ZeRO-Infinity: that comes over the
 links of one rank alone, and is there to be compared with. Other ranks have a share without any
 elements, of padding alone, so that nothing else need know of shares that are empty.
+
+Ranks here are those that hold one whole together, counted from 0: where several groups hold a whole
+each (`rank_mesh.py`), those of one group.
 """
 
 import zlib

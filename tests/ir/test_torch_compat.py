@@ -3,7 +3,10 @@
 import ast
 import inspect
 import os
+import platform
 import socket
+import subprocess
+import sys
 import weakref
 from unittest.mock import patch
 
@@ -810,6 +813,51 @@ def store_of_torchrun() -> None:
         store, rank, size = private.store_of_torchrun()
     store.set("a", "1")
     assert (store.get("a"), rank, size) == (b"1", 0, 1)
+
+
+TELLS_OF_CALLS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
+
+
+def in_a_process(code: str, **environment: str) -> list[str]:
+    """Lines that `code` prints in a process whose allocator nobody has set but `environment`."""
+    unset = {k: v for k, v in os.environ.items() if not k.endswith("_ALLOC_CONF")}
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"import torch\nfrom zcompile.ir import torch_compat as private\n{code}",
+        ],
+        env={**unset, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return ran.stdout.splitlines()
+
+
+@contract
+def allocator_settings() -> None:
+    """Of either variable; and of a call, where torch tells of that."""
+    shown = "print(private.allocator_settings())\n"
+    called = "torch._C._accelerator_setAllocatorSettings('max_split_size_mb:32')\n"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        told = in_a_process(shown + called + shown, **{name: "max_split_size_mb:64"})
+        assert told == [f"max_split_size_mb:{n}" for n in (64, 32 if TELLS_OF_CALLS else 64)]
+
+
+@contract
+def use_expandable_segments() -> None:
+    """Torch reads the word; what the user has set of the allocator stays."""
+    set_here = "print(private.use_expandable_segments())\n"
+    shown = "print(private.allocator_settings())\n"
+    able = "microsoft" not in platform.release().lower() and torch.version.hip is None
+    told = "expandable_segments:True" if able and TELLS_OF_CALLS else ""
+    assert in_a_process(shown + set_here + shown) == ["", str(able), told]
+    off = "expandable_segments:False"
+    assert in_a_process(set_here + shown, PYTORCH_ALLOC_CONF=off) == ["False", off]
+    # What stands behind a key that torch does not know is not looked at.
+    with pytest.raises(ValueError, match="True"):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:perhaps")
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))

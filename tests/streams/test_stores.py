@@ -16,6 +16,7 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
+from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cuda import Mark
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.store import Store
@@ -35,6 +36,17 @@ def store(tmp_path):
         made.simulation = simulation
         yield made
         made.close()
+
+
+def test_the_allocator_is_set_before_a_device_has_memory(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cuda, "use_expandable_segments", lambda: seen.append("set"))
+    with simulated() as simulation:
+        simulation.cuda.current_device = lambda: seen.append("CUDA") or 0
+        config = Config(device="cpu", device_memory="4MiB", host_memory="4MiB")
+        made = Store(config)
+        made.close()
+    assert seen[:1] == ["set"]
 
 
 def create(store, name, tier="host"):

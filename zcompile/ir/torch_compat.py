@@ -11,6 +11,8 @@ import ctypes
 import gc
 import inspect
 import logging
+import os
+import platform
 import sys
 import traceback
 import weakref
@@ -832,6 +834,35 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     The storage of a wrapper has no bytes, and says only which tensors share it.
     """
     return torch.Tensor.untyped_storage(tensor)
+
+
+def allocator_settings() -> str:
+    """What the user has set of torch's allocator of device memory: "" for nothing.
+
+    By torch's environment variables or, as far as torch tells, by a call; torch 2.11 tells of none.
+    """
+    told: Callable[[], str] | None = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if told is not None:
+        return told()
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def use_expandable_segments() -> bool:
+    """Have torch's allocator of CUDA memory map pages as they are needed, in one range of addresses
+    that grows (`expandable_segments:True`), in all of this process.
+
+    Without, it asks CUDA for pieces of sizes that were needed once, and what is free in them has
+    other sizes than what is needed next.
+
+    returns  whether that was set: not where the user has set anything of the allocator, and not
+             where drivers cannot do it (WSL, whose first allocation may fail then, and ROCm)
+    """
+    is_wsl = "microsoft" in platform.release().lower()
+    if is_wsl or torch.version.hip is not None or allocator_settings():
+        return False
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
 
 
 class LateStorage:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zcompile.errors import ConfigInvalid, DeviceTooSmall, Unsupported
 from zcompile.ir.ties import Watch
+from zcompile.ir.torch_compat import use_expandable_segments
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
 from zcompile.runtime.device.pages import copy_bytes, host_pages
@@ -55,6 +56,8 @@ class CudaDevice:
     def __init__(
         self, device: torch.device, meter: Meter, crashed: Callable[[BaseException], None]
     ) -> None:
+        # Before the arena is allocated: what lies beside it then leaves no gaps that stay reserved.
+        use_expandable_segments()
         index = _CUDA.current_device() if device.index is None else device.index
         self.torch_device, self._card = torch.device("cuda", index), index
         self._meter = meter

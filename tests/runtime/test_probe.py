@@ -5,16 +5,21 @@ import logging
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from planned_runs import made_on
+from torch import is_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.config import Config
 from zcompile.errors import DiskUnusable
-from zcompile.ir.units import GiB, MiB
+from zcompile.ir.torch_compat import storage_of, trees
+from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.files import write
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.runtime import probe
@@ -247,6 +252,44 @@ def test_budgets_are_the_capacities(measured, device, disk):
     assert "disk" not in machine_for(Config(device="cpu"), device).tiers
     told = machine_for(Config(device="cpu"), device, {"device": 1, "host": 2})
     assert told.tiers == {"device": 1, "host": 2}
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes that were alive at once, of storages that ops made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        given = {id(storage_of(t)) for t in trees.tree_leaves((args, kwargs)) if is_tensor(t)}
+        for storage in map(storage_of, filter(is_tensor, trees.tree_leaves(made))):
+            if id(storage) not in given:
+                self.alive = [ref for ref in self.alive if ref() is not None]
+                self.alive.append(weakref.ref(storage))
+                self.peak = max(self.peak, sum(ref().nbytes() for ref in self.alive))
+        return made
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "side"), [(None, 1024), (12 * MiB, 1024), (11 * MiB, 512), (0, 256)]
+)
+def test_measuring_takes_no_more_of_the_device_than_it_may(brief, monkeypatch, most_bytes, side):
+    monkeypatch.setattr(probe, "ELEMENTWISE_BYTES", 64 * KiB)
+    monkeypatch.setattr(probe, "MOST_ONCE_S", float("inf"))  # memory alone decides
+    with Allocated() as seen:
+        compute_of(CPU, most_bytes)
+    assert 3 * 4 * side**2 <= seen.peak < 3 * 4 * side**2 + 64 * KiB
+
+
+def test_a_card_is_measured_within_its_budget(measured, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    card = SimpleNamespace(torch_device=torch.device("cuda", 0), free_bytes=lambda: 80 * GiB)
+    for budget in (384 * MiB, 767 * MiB, 768 * MiB, 80 * GiB):
+        machine_for(Config(device="cpu", device_memory=budget), card)
+    # With the same matrices it is the same machine.
+    assert [most for _, _, most in measured] == [384 * MiB, 768 * MiB]
 
 
 def test_a_throttle_is_a_slower_link(measured, device, disk):

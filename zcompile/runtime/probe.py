@@ -69,7 +69,10 @@ def machine_for(
     config_disks = disks_of(config)
     machine = config.machine
     if not isinstance(machine, Machine):  # resolved by Config; None: none was given
-        machine = probed(device.torch_device, config_disks)
+        # What the emulated device is measured with is the host's memory, and no part of a budget.
+        beside = device.torch_device.type != "cpu"
+        most_bytes = config.budgets.get("device") if beside else None
+        machine = probed(device.torch_device, config_disks, most_bytes=most_bytes)
         machine = replace(machine, tiers=_free(device, config_disks))
     tiers = {**machine.tiers, **config.budgets} if capacities is None else dict(capacities)
     return paced(replace(machine, tiers=tiers), config, device)
@@ -82,29 +85,40 @@ def paced(machine: Machine, config: Config, device: Device) -> Machine:
     return throttled(machine, rates, _pacing_s(device.torch_device)) if rates else machine
 
 
-def probed(device: torch.device, disks: Sequence[Path], again: bool = False) -> Machine:
+def probed(
+    device: torch.device,
+    disks: Sequence[Path],
+    again: bool = False,
+    most_bytes: int | None = None,
+) -> Machine:
     """The rates of this machine, as kept or measured now. Without tiers.
 
     What is measured while the machine is busy is used until it is not, and then measured again.
 
-    again   measure, whatever is kept
-    raises  DiskUnusable
+    again       measure, whatever is kept
+    most_bytes  of the device that measuring may take
+    raises      DiskUnusable
     """
-    measure = partial(probe, device, disks)
-    return cached(facts(device, disks), measure, again=again, busy=is_busy())
+    measure = partial(probe, device, disks, most_bytes)
+    return cached(facts(device, disks, most_bytes), measure, again=again, busy=is_busy())
 
 
-def probe(device: torch.device, disks: Sequence[Path]) -> Machine:
-    """Measure now. raises  DiskUnusable"""
+def probe(device: torch.device, disks: Sequence[Path], most_bytes: int | None = None) -> Machine:
+    """Measure now.
+
+    most_bytes  of the device that this may take; at least LEAST_BYTES are taken in any case
+    raises      DiskUnusable
+    """
     beside = device.type != "cpu"
     with working("measuring this machine, once", total=2 + bool(disks) + beside) as work:
         work.begin("copies to and from the device")
         links = copy_links(device)
+        _give_back_unused(device)
         if disks:
             work.add(step="the disk")
             links |= disk_links(disks)
         work.add(step="compute")
-        made = Machine(NAME, {}, links, compute_of(device))
+        made = Machine(NAME, {}, links, compute_of(device, most_bytes))
         if not beside:  # the host is the device: its updates are timed as they run
             return made
         work.add(step="updates on the host")
@@ -127,8 +141,13 @@ def is_busy() -> bool:
     return os.getloadavg()[0] > cores()
 
 
-def facts(device: torch.device, disks: Sequence[Path]) -> dict[str, str]:
-    """The facts that rates depend on. Another directory of the same filesystem is the same disk."""
+def facts(
+    device: torch.device, disks: Sequence[Path], most_bytes: int | None = None
+) -> dict[str, str]:
+    """The facts that rates depend on. Another directory of the same filesystem is the same disk.
+
+    most_bytes  of the device that measuring may take
+    """
     told = {
         "processor": f"{cpu_model()}, {cores()} cores, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
@@ -138,6 +157,9 @@ def facts(device: torch.device, disks: Sequence[Path]) -> dict[str, str]:
     if device.type == "cuda":
         told["device"] = f"cuda: {torch.cuda.get_device_name(device)}"
         told["float32"] = torch.get_float32_matmul_precision()
+    largest, *_ = sides_within(device, most_bytes)
+    if largest != SIDES[device.type][0]:
+        told["matmuls"] = f"{largest} a side"
     return told
 
 
@@ -540,27 +562,45 @@ DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float32, torch.bfloat16, torch.float16),
 }
-SIDES = {"cpu": (1024, 512, 256), "cuda": (8192, 4096, 1024)}
+SIDES = {"cpu": (1024, 512, 256), "cuda": (8192, 4096, 2048, 1024)}
 """Of square matmuls, as large as memory and MOST_ONCE_S allow."""
 MOST_ONCE_S = 0.1
 SPAN_S = 0.04
 ELEMENTWISE_BYTES = 32 * MiB
 """Per operand: more than the caches of a core hold, which would answer instead of memory."""
+LEAST_BYTES = max(2 * COPY_BYTES, 3 * ELEMENTWISE_BYTES)
+"""Of the device that measuring takes; fewer would say nothing of larger copies and operands."""
 LAUNCHES = 500
 
 
+def sides_within(device: torch.device, most_bytes: int | None) -> Sequence[int]:
+    """The SIDES of which three float32 matrices take at most `most_bytes`, or the least."""
+    sides = SIDES[device.type]
+    fitting = [s for s in sides if most_bytes is None or 3 * 4 * s**2 <= most_bytes]
+    return fitting or sides[-1:]
+
+
 @torch.no_grad()
-def compute_of(device: torch.device) -> Compute:
+def compute_of(device: torch.device, most_bytes: int | None = None) -> Compute:
     """Measure what the device computes at. Takes about a second; leaves random numbers alone and
-    gives memory back."""
+    gives memory back.
+
+    most_bytes  of the device that this may take, if that is more than LEAST_BYTES
+    """
+    sides = sides_within(device, most_bytes)
     flops = {
-        str(dtype).removeprefix("torch."): rounded(_matmul(device, dtype))
+        str(dtype).removeprefix("torch."): rounded(_matmul(device, dtype, sides))
         for dtype in DTYPES[device.type]
     }
     compute = Compute(flops, rounded(_elementwise(device)), rounded(_launch(device)))
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # else the allocator would keep it from arenas
+    _give_back_unused(device)
     return compute
+
+
+def _give_back_unused(device: torch.device) -> None:
+    """Give back what the device's allocator would keep from arenas."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 HOST_UPDATE_BYTES = 64 * MiB
@@ -579,8 +619,7 @@ def host_update_rate() -> float:
     return rounded(passes * HOST_UPDATE_BYTES / _best_seconds(update, torch.device("cpu")))
 
 
-def _matmul(device: torch.device, dtype: torch.dtype) -> float:
-    sides = SIDES[device.type]
+def _matmul(device: torch.device, dtype: torch.dtype, sides: Sequence[int]) -> float:
     small = sides[-1]
     cubic = _seconds_roughly(_multiply(device, dtype, small), device) / small**3
     for side in sides:

@@ -30,7 +30,9 @@ def test_a_training_reserves_no_more_than_its_budget(name, tmp_path):
         text=True,
         check=True,
     )
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["told"] <= reserved_run.DEVICE_BYTES, told
-    assert told["reserved"] - told["before"] <= reserved_run.DEVICE_BYTES + BESIDE, told
-    assert told["asked"][0] == told["asked"][1], told
+    line = ran.stdout.splitlines()[-1]
+    told = json.loads(line)
+    assert told["told"] <= reserved_run.DEVICE_BYTES, line
+    assert told["reserved"] - told["before"] <= reserved_run.DEVICE_BYTES + BESIDE, line
+    # Once the plan is reviewed, no step asks CUDA for memory.
+    assert told["asked"][0] == told["asked"][1], line

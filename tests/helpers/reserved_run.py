@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 from small_models import GPT
-from torch import nn
+from torch import Tensor, nn
 
 import zcompile
+from zcompile.frontend.replan import REVIEW, WARM_UP
 from zcompile.ir.units import MiB
 
 DEVICE_BYTES = 384 * MiB
 TOKENS, BATCH, WIDTH, VOCABULARY, LAYERS = 256, 8, 512, 2048, 6
 """Weights, gradients and states take 304 MiB, values that backward needs a good 700 MiB, and those
 of a block a good 100 MiB: the least that such a budget has to hold at once."""
-WARM, STEPS = 3, 8
+WARM = WARM_UP * REVIEW + 2
+"""Steps until nothing of the next ones is new: a plan is made of WARM_UP steps, and reviewed in the
+first step after WARM_UP * REVIEW, which may arrange the arena anew; one more walks as that says."""
+STEPS = WARM + 5
+"""No second review is among them."""
 
 FIELDS: dict[str, dict[str, Any]] = {
     "streaming": {"residency": False},
@@ -38,6 +43,8 @@ FIELDS: dict[str, dict[str, Any]] = {
 class Taken:
     """before    reserved before the model is there: torch's own, as workspaces of products
     reserved    at most, from then on
+    allocated   at most, from then on, beyond what was allocated before: what lies between that and
+                what is reserved is in pieces that nobody has
     asked       of CUDA for memory: how often, until the warm steps are over, and until the end
     freed       likewise, given back to CUDA
     told        peak of `stats`, of all that is on the device
@@ -46,26 +53,44 @@ class Taken:
 
     before: int
     reserved: int
+    allocated: int
     asked: tuple[int, int]
     freed: tuple[int, int]
     told: int
     seconds: list[float]
 
 
-def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    made = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS + 1), generator=made).cuda()
-    logits = call(tokens[:, :-1])
-    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+class Loss(nn.Module):
+    """Of the next token. It is a part of what is compiled: what eager code makes of logits, four
+    times their 16 MiB, is in no budget."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    call(tokens).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
+def tokens_of(number: int) -> Tensor:
+    """Of a step: int64 [BATCH, TOKENS + 1]."""
+    made = torch.Generator().manual_seed(number)
+    return torch.randint(0, VOCABULARY, (BATCH, TOKENS + 1), generator=made)
+
+
 def _warm_up() -> None:
     """Have torch make its own workspaces, in the threads of forward and of backward."""
-    model = GPT(1, WIDTH, VOCABULARY).cuda()
-    step(model, model, torch.optim.AdamW(model.parameters(), fused=True), 0)
+    model = Loss(GPT(1, WIDTH, VOCABULARY)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    step(model, model, optimizer, tokens_of(0).cuda())
 
 
 def _calls() -> tuple[int, int]:
@@ -79,27 +104,28 @@ def taken(fields: dict[str, Any], disk: str) -> Taken:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_reserved()
+    before, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    model: nn.Module = GPT(LAYERS, WIDTH, VOCABULARY)
+    model: nn.Module = Loss(GPT(LAYERS, WIDTH, VOCABULARY))
     known = {"device_memory": DEVICE_BYTES, "host_memory": "2GiB", "disk": disk}
     zcompile.offload(model, device="cuda", **{**known, **fields})
     call = torch.compile(model, backend="zinf")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    seconds, calls = [], [(0, 0)] * 2
+    seconds, counted = [], [(0, 0)] * 2
     for number in range(STEPS):
         if number == WARM:
-            calls[0] = _calls()
+            counted[0] = _calls()
         began = time.perf_counter()
-        step(model, call, optimizer, number)
+        step(model, call, optimizer, tokens_of(number).cuda())
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    calls[1] = _calls()
+    counted[1] = _calls()
     told = zcompile.stats(model)["peak"]["together"]
     reserved = torch.cuda.max_memory_reserved()
+    allocated = torch.cuda.max_memory_allocated() - allocated
     zcompile.close(model)
-    (asked, freed), (asked_later, freed_later) = calls
-    return Taken(before, reserved, (asked, asked_later), (freed, freed_later), told, seconds)
+    asked, freed = zip(*counted, strict=True)
+    return Taken(before, reserved, allocated, asked, freed, told, seconds)
 
 
 if __name__ == "__main__":

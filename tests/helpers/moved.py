@@ -1,17 +1,23 @@
-"""Decisions about saved values that no budget asked for: all moved, made again, or by turns."""
+"""Decisions about saved values that no budget asked for: all moved, made again, or by turns; and
+values that have another layout when they leave."""
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import pytest
 from torch import fx
 
 from zcompile.frontend import backend
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues
+from zcompile.ir.schedule import Offload
+from zcompile.ir.torch_compat import storage_of
 from zcompile.passes.base import Fact, Pass
 from zcompile.passes.plan_activations.rewrite import Borders, Rewriting, plan_offload, sink_views
+from zcompile.runtime import executor
 
 WAYS = ("host", "disk", "again", "host or again")
 
@@ -49,3 +55,23 @@ def forced(how: str) -> Iterator[None]:
         yield
     finally:
         backend.pipeline = original
+
+
+def of_another_layout(patch: pytest.MonkeyPatch) -> list[Any]:
+    """From here on a value of several dimensions has another layout when it leaves than it was
+    traced with, so that its bytes are copied. Weak references to the storages of these values, of
+    which each keeps its own until its register lets go."""
+    offload, values = executor.ACTIONS[Offload], []
+
+    def offload_permuted(call: Any, x: Offload) -> None:
+        value = call.values[x.value]
+        dims = [*reversed(range(value.dim()))]
+        permuted = value.permute(dims).contiguous().permute(dims)
+        if permuted.stride() != value.stride():
+            values.append(weakref.ref(storage_of(value)))
+            call.values[x.value] = permuted
+        offload(call, x)
+        call.values[x.value] = value
+
+    patch.setitem(executor.ACTIONS, Offload, offload_permuted)
+    return values

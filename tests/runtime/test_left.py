@@ -2,12 +2,13 @@
 
 import pytest
 from lagging import lagging
-from moved import forced
+from moved import forced, of_another_layout
 from planned_runs import begun, expected, same, train
 from sampled import sampled
 
 import zcompile
 from zcompile.frontend.offload import session_behind
+from zcompile.ir.torch_compat import storage_of
 from zcompile.ir.units import Bytes, KiB
 
 BUDGET = Bytes(128 * KiB)
@@ -41,3 +42,27 @@ def test_what_copies_have_yet_to_read_is_held(monkeypatch, batches):
     assert stats["peak"]["together"] <= BUDGET
     device.asked = lambda: None
     assert same(model, expected(end=4, batches=batches))
+
+
+def test_a_value_whose_bytes_are_copied_to_leave_counts_with_the_copy(monkeypatch):
+    """As of one that an op makes in another layout on this device than it was traced in."""
+    devices = lagging(monkeypatch)
+    with forced("host"):
+        model, compiled, optimizer = begun(2, device_memory=BUDGET, residency=False)
+    (device,) = devices
+    holding, seen = session_behind(model).live_memory, []
+    arena = session_behind(model).arena
+
+    def look():
+        beside = [storage_of(s) for s in device.sources if not arena.holds(s)]
+        beside += [s for ref in values if (s := ref()) is not None]
+        alive = {s.data_ptr(): s.nbytes() for s in beside}
+        seen.append((sum(alive.values()), holding.nbytes))
+
+    values = of_another_layout(monkeypatch)
+    device.asked = look
+    train(model, compiled, optimizer, 2, 4)
+    assert len(values) > 4
+    assert all(read <= held for read, held in seen), max(r - h for r, h in seen)
+    device.asked = lambda: None
+    assert same(model, expected(end=4))

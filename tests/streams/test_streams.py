@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import planned_runs
 import pytest
 import torch
+from moved import of_another_layout
 from sampled import sampled
 from streams.cuda import Event
 from streams.modes import MODES, WARM, Training, plainly, training
@@ -52,6 +53,14 @@ def test_accesses_are_ordered_by_streams_events_and_promises(run):
 def test_accesses_are_ordered_where_copies_are_over_at_once(run, monkeypatch):
     monkeypatch.setattr(Event, "answers", True)
     assert not pairs_of(run, ())
+
+
+def test_a_value_whose_bytes_are_copied_to_leave_is_read_behind_that_copy(run, monkeypatch):
+    if run.mode.moves is None:
+        pytest.skip("no value leaves")
+    values = of_another_layout(monkeypatch)
+    assert not pairs_of(run, ())
+    assert values
 
 
 def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):

@@ -44,7 +44,7 @@ from zcompile.ir.schedule import (
 )
 from zcompile.ir.schedule import Store as StoreHome
 from zcompile.ir.step import StepTrace
-from zcompile.ir.torch_compat import is_profiling, materialised
+from zcompile.ir.torch_compat import is_profiling, materialised, storage_of
 from zcompile.ir.types import EntryKind, Layout, Phase
 from zcompile.memory.step_footprint import device_peak, held_peak, most_inherited
 from zcompile.runtime.device.cores import Cores
@@ -170,21 +170,22 @@ UNPLANNED = (
 
 @uninterrupted
 def offload(
-    store: Store, value: Tensor, layout: Layout, tier: str, name: str, after: Sequence[Ticket]
+    store: Store, source: Tensor, tier: str, name: str, after: Sequence[Ticket]
 ) -> tuple[Entry, Tensor, Ticket]:
-    """Start moving `value` to `tier`; returns its entry, the handle of that, and a ticket.
+    """Start moving a value to `tier`; returns its entry, the handle of that, and a ticket.
 
-    value   on the compute device; must not be changed before the ticket's `join_compute`
-    layout  in which it will be read back
-    after   complete once `value` is computed
+    source  its `bytes_of`, on the compute device; must not be changed before the ticket's
+            `join_compute`
+    after   complete once `source` is computed
     raises  TierFull
     """
+    nbytes = source.numel()
     try:
-        entry = store.create(name, EntryKind.ACTIVATION, layout.nbytes, tier=tier)
+        entry = store.create(name, EntryKind.ACTIVATION, nbytes, tier=tier)
     except TierFull as error:
-        raise TierFull(name, layout.nbytes, error.tiers, UNPLANNED, error.whole) from error
+        raise TierFull(name, nbytes, error.tiers, UNPLANNED, error.whole) from error
     handle = store.handle(entry)
-    return entry, handle, store.put(entry, bytes_of(value, layout), after=after)
+    return entry, handle, store.put(entry, source, after=after)
 
 
 def bytes_of(value: Tensor, layout: Layout) -> Tensor:
@@ -919,8 +920,13 @@ class _Call:
         self.joining.drop(self.entries[drop.entry])
 
     def _offload(self, x: Offload) -> None:
-        value, after = self.values[x.value], self._after(x.after) or [self.store.device.mark()]
-        made, handle, ticket = offload(self.store, value, x.layout, x.tier, x.name, after)
+        value, after = self.values[x.value], self._after(x.after)
+        source = bytes_of(value, x.layout)
+        if storage_of(source) is not storage_of(value):
+            self.held.copied(x.value, source)
+            after = []  # compute has made the copy just now, and not when it made the value
+        after = after or [self.store.device.mark()]
+        made, handle, ticket = offload(self.store, source, x.tier, x.name, after)
         self.made.append(made)
         self.values[x.register], self.tickets[x.ticket] = handle, ticket
 

@@ -223,6 +223,13 @@ class CallMemory:
         )
         held.update(zip(made, rows, strict=True))
 
+    def copied(self, register: int, copy: Tensor) -> None:
+        """A copy of the value of a register was made, for a transfer. It counts until the register
+        lets go, though it may die before, when that transfer has ended."""
+        counted = LiveStorage.standing_for(copy)
+        (rows,) = self._live_memory.exchange((), [counted])
+        self._rows[register] = [*self._rows.get(register, NO_STORAGES), *rows]
+
     def gives(self, register: int) -> LiveStorages:
         """The storages of a register, which somebody else takes over."""
         return self._rows.pop(register, NO_STORAGES)

@@ -728,8 +728,9 @@ class Session(Store):
 
     def offload(self, value: Tensor, tier: str, name: str) -> Tensor:
         """Move `value` to a new entry on `tier`; returns its handle. raises TierFull"""
-        after = [self.device.mark()]
-        _, handle, ticket = executor.offload(self, value, Layout.of(value), tier, name, after)
+        source = executor.bytes_of(value, Layout.of(value))
+        after = [self.device.mark()]  # behind a copy, too, if that is one
+        _, handle, ticket = executor.offload(self, source, tier, name, after)
         ticket.join_compute()
         return handle
 

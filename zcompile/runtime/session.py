@@ -325,14 +325,15 @@ class Collaborators:
 class Repeat:
     """One call of a list op as it was: what its rows depend on, and what became of it.
 
-    entries, inputs  which operands they are, in the order in which `schedule` counts them
+    entries, inputs  which operands they are, in the order in which `schedule` counts them; a pair
+                     is a copy of an operand in another dtype
     written          the entries it writes, among the operands
     operands         what the next call is compared with first (`eager/repeats.py`)
     """
 
     known: tuple[object, ...]
     schedule: Schedule
-    entries: tuple[int, ...]
+    entries: tuple[int | tuple[int, int], ...]
     inputs: tuple[int, ...]
     written: tuple[int, ...]
     operands: Any = None

@@ -237,6 +237,33 @@ def test_memory_is_exchanged_when_nothing_lies_in_it_and_not_before(device):
     assert whole() < before - 7 * MiB
 
 
+def test_memory_of_the_old_size_goes_back_to_the_system(device, monkeypatch):
+    """On a card torch's allocator would keep it, beside that of the new size."""
+    asked = []
+    arena = arena_of(device, 16 * MiB)
+    arena.slot(0, 8)
+    monkeypatch.setattr(device, "give_back_unused", lambda: asked.append(arena._memory))
+    arena.take_slot(0, 8)
+    arena.set_outside_bytes(8 * MiB)
+    assert not asked, "something lies in it"
+    arena.give_slot(0, 8)
+    arena.set_outside_bytes(9 * MiB)
+    assert asked == [None]
+
+
+def test_a_step_scratch_that_grows_has_what_activations_left_in_pieces(device, monkeypatch):
+    """Not each time, since to ask the system for memory stops a card."""
+    asked = []
+    monkeypatch.setattr(device, "give_back_unused", lambda: asked.append(True))
+    scratch = StepScratch(device)
+    scratch.plan(StepRoom(0, MiB))
+    for end, times in ((4 * KiB, 1), (4 * KiB, 1), (8 * KiB, 2), (KiB, 2)):
+        scratch.need(end)
+        scratch.open()
+        scratch.close()
+        assert len(asked) == times
+
+
 def test_an_empty_value_needs_no_room(device):
     arena = arena_of(device, 1 * KiB)
     kept = arena.take(1024, "w")

@@ -102,6 +102,7 @@ class Simulation:
             set_device=lambda device: None,
             device=lambda device: contextlib.nullcontext(),
             mem_get_info=lambda device: (8 << 30, 8 << 30),
+            empty_cache=lambda: None,
             cudart=lambda: SimpleNamespace(
                 cudaHostRegister=self._pin, cudaHostUnregister=lambda address: 0
             ),
@@ -355,7 +356,10 @@ class SimulatedCuda(CudaDevice):
         return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
 
     def allocate(self, nbytes):
-        made = super().allocate(nbytes)
+        # Not as the device's own, after which copies know all that compute has done: no memory
+        # here is another's before, so what orders them else is seen to be enough.
+        with torch.inference_mode(False):
+            made = torch.empty(nbytes, dtype=torch.uint8)
         self.simulation.watch(made)
         return made
 

@@ -133,6 +133,9 @@ class DryRunDevice:
     def allocate(self, nbytes: int) -> Tensor:
         return blank((nbytes,), (1,), torch.uint8)
 
+    def give_back_unused(self) -> None:
+        return
+
     def host_block(self, nbytes: int) -> Tensor:
         return blank((nbytes,), (1,), torch.uint8)
 

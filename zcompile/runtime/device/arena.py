@@ -442,8 +442,9 @@ class Arena:
         """Free memory of another size than the arena has by now, if nothing lies in it."""
         memory, empty = self._memory, not self._slots and not self._eager
         if empty and memory is not None and memory.numel() != self.budget_bytes:
-            self._memory = None
+            memory = self._memory = None
             self._forget_views()
+            self._device.give_back_unused()  # else it stays reserved beside that of the new size
 
 
 class StepScratch:
@@ -458,7 +459,7 @@ class StepScratch:
         self._device = device
         self.room = NO_ROOM
         self.memory: Tensor | None = None
-        self._needed = 0
+        self._needed = self._had = 0
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
@@ -476,6 +477,11 @@ class StepScratch:
     def open(self) -> None:
         """Allocate what schedules need. raises  DeviceTooSmall"""
         if self.memory is None:
+            if self._needed > self._had:
+                # What activations leave is in pieces, and this is one piece: they go back, and the
+                # next forward takes its activations of this, when it is free.
+                self._device.give_back_unused()
+                self._had = self._needed
             self.memory = self._device.allocate(self._needed)
 
     def has(self, address: int, nbytes: int) -> bool:

@@ -112,7 +112,14 @@ class Device(Protocol):
         """Bytes that an arena could have now."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Memory for the arena: uint8 [nbytes] on the device. raises DeviceTooSmall"""
+        """Memory for the arena: uint8 [nbytes] on the device, which copies may write at once.
+
+        raises  DeviceTooSmall
+        """
+
+    def give_back_unused(self) -> None:
+        """Return memory of the device that is free, and kept for what is allocated next, to the
+        system: it may be in pieces of no use for what will be."""
 
     def host_block(self, nbytes: int) -> Tensor:
         """Host memory that copies are fast from and to: uint8 [nbytes], zeroed, 2 MiB aligned."""

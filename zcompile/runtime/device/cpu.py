@@ -73,6 +73,9 @@ class CpuDevice:
             raise DeviceTooSmall("cpu", nbytes, machine_bytes())
         return host_pages(nbytes)
 
+    def give_back_unused(self) -> None:
+        """Nothing to do: memory goes back to the system when it is freed."""
+
     def host_block(self, nbytes: int) -> Tensor:
         return host_pages(nbytes)
 

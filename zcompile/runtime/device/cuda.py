@@ -81,9 +81,18 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> Tensor:
         try:
             with torch.inference_mode(False):  # as of `host_pages`
-                return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             raise DeviceTooSmall(str(self.torch_device), nbytes, self.free_bytes()) from error
+        # Torch hands out memory again before compute is done that had it before: what compute does
+        # next comes after that, and so have the copies to.
+        compute = _CUDA.current_stream(self.torch_device)
+        for stream in (*self._streams.values(), *self._own_streams):
+            stream.wait_stream(compute)
+        return memory
+
+    def give_back_unused(self) -> None:
+        _CUDA.empty_cache()
 
     def host_block(self, nbytes: int) -> Tensor:
         block = host_pages(nbytes)

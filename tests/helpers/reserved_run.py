@@ -1,0 +1,107 @@
+"""What a training takes of a card, as torch's allocator has it: a process of its own, since what
+others did in one stays reserved.
+
+    python reserved_run.py NAME DISK      prints a JSON object: what `Taken` has
+"""
+
+import gc
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from small_models import GPT
+from torch import nn
+
+import zcompile
+from zcompile.ir.units import MiB
+
+DEVICE_BYTES = 384 * MiB
+TOKENS, BATCH, WIDTH, VOCABULARY, LAYERS = 256, 8, 512, 2048, 6
+"""Weights, gradients and states take 304 MiB, values that backward needs a good 700 MiB, and those
+of a block a good 100 MiB: the least that such a budget has to hold at once."""
+WARM, STEPS = 3, 8
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "streaming": {"residency": False},
+    "planned": {},
+    "disk": {"host_memory": "128MiB"},
+    "recomputing": {"activations": "recompute"},
+    "moving activations": {"activations": "offload"},
+    "Inductor": {"regions": "inductor"},
+}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """before    reserved before the model is there: torch's own, as workspaces of products
+    reserved    at most, from then on
+    asked       of CUDA for memory: how often, until the warm steps are over, and until the end
+    freed       likewise, given back to CUDA
+    told        peak of `stats`, of all that is on the device
+    seconds     of each step
+    """
+
+    before: int
+    reserved: int
+    asked: tuple[int, int]
+    freed: tuple[int, int]
+    told: int
+    seconds: list[float]
+
+
+def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    made = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS + 1), generator=made).cuda()
+    logits = call(tokens[:, :-1])
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _warm_up() -> None:
+    """Have torch make its own workspaces, in the threads of forward and of backward."""
+    model = GPT(1, WIDTH, VOCABULARY).cuda()
+    step(model, model, torch.optim.AdamW(model.parameters(), fused=True), 0)
+
+
+def _calls() -> tuple[int, int]:
+    found = torch.cuda.memory_stats()
+    return found["num_device_alloc"], found["num_device_free"]
+
+
+def taken(fields: dict[str, Any], disk: str) -> Taken:
+    _warm_up()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    torch.manual_seed(0)
+    model: nn.Module = GPT(LAYERS, WIDTH, VOCABULARY)
+    known = {"device_memory": DEVICE_BYTES, "host_memory": "2GiB", "disk": disk}
+    zcompile.offload(model, device="cuda", **{**known, **fields})
+    call = torch.compile(model, backend="zinf")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    seconds, calls = [], [(0, 0)] * 2
+    for number in range(STEPS):
+        if number == WARM:
+            calls[0] = _calls()
+        began = time.perf_counter()
+        step(model, call, optimizer, number)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    calls[1] = _calls()
+    told = zcompile.stats(model)["peak"]["together"]
+    reserved = torch.cuda.max_memory_reserved()
+    zcompile.close(model)
+    (asked, freed), (asked_later, freed_later) = calls
+    return Taken(before, reserved, (asked, asked_later), (freed, freed_later), told, seconds)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(taken(FIELDS[sys.argv[1]], sys.argv[2]))) + "\n")
+    sys.stdout.flush()

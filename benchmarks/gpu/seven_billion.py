@@ -34,6 +34,7 @@ COLUMNS: list[Cell] = [
     ("parameters", "G parameters", lambda n: f"{n / 1e9:.2f}"),
     ("init_s", "init s", digits(1)),
     ("first_s", "first step s", digits(1)),
+    ("third_s", "third, with planning", digits(1)),
     ("step_s", "step s", digits(2)),
     ("flops", "TFLOP/s", lambda rate: f"{rate / 1e12:.1f}"),
     ("predicted_s", "predicted s", digits(2)),
@@ -124,6 +125,7 @@ def timed_step(
 def settled(row: Row, args: argparse.Namespace, stats: Mapping[str, Any]) -> None:
     """What the steps that were made tell."""
     row["first_s"] = row["all_s"][0]
+    row["third_s"] = row["all_s"][2] if len(row["all_s"]) > 2 else None
     predicted = row.setdefault("predicted", stats["predicted"])
     counted = row["all_s"][WARM_UP:] or row["all_s"][-1:]
     steps, tokens = max(1, stats["steps"]), args.samples * args.context

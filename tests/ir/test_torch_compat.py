@@ -13,7 +13,7 @@ import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor, fx, library
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.nn.utils import parametrize
 
@@ -108,6 +108,25 @@ def let_higher_order_ops_read_wrappers() -> None:
     assert first is inner
     assert second is inner
     assert third == 3
+
+
+@contract
+def let_wrappers_come_as_plain_inputs() -> None:
+    """Told by the import of tiered tensors: a view of one is plain where Dynamo traces it, and a
+    tiered tensor where the graph is called."""
+    (layer,) = twins(torch.nn.ModuleList([torch.nn.Linear(8, 8)])).model
+    traced = []
+
+    def seen(gm, inputs):
+        places = gm.graph.find_nodes(op="placeholder")
+        traced.append([type(node.meta["example_value"]) for node in places])
+        return zcompile.frontend.backend.zinf(gm, inputs)
+
+    rows = layer.weight.detach()[2:4]
+    called = torch.compile(lambda bias, rows: bias + rows, backend=seen)(layer.bias, rows)
+    assert type(rows) is TieredTensor
+    assert traced == [[TieredTensor, FakeTensor]]
+    assert torch.equal(called, layer.bias.detach().clone() + rows.clone())
 
 
 @contract

@@ -16,11 +16,6 @@ import lean  # noqa: F401  # first, since it sets how torch compiles
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton reads this when it is first imported, as torch._dynamo does; without a GPU its kernels
-    # are interpreted.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 # What is measured of this machine is kept for one run of the tests, all its processes together, and
 # not for the user.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # whose environment is that of the process above it

@@ -5,7 +5,9 @@ and not when it is compiled. Rows are taken in pieces, so that a large one is sh
 and a small one does not hold any up.
 """
 
+from array import array
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import triton.language as tl
@@ -37,7 +39,9 @@ def on_device(rows: Sequence[Sequence[int]], pieces: Tensor, device: torch.devic
     rows     as many int64 numbers each
     returns  [rows, numbers] and [pieces, 2], int64 on `device`
     """
-    table = torch.tensor(rows, dtype=torch.int64)
+    # An array takes a number in a tenth of the time that torch takes.
+    table = torch.frombuffer(array("q", chain.from_iterable(rows)), dtype=torch.int64)
+    table = table.view(len(rows), -1)
     both = torch.cat([table.flatten(), pieces.flatten()])
     if device.type == "cuda":
         both = both.pin_memory().to(device, non_blocking=True)

@@ -71,8 +71,9 @@ class Config:
     regions         how compute between transfers is run: "eager" (bit-exact); "inductor": what lies
                     between library calls is compiled by torch's Inductor, and rounds as it does
                     under torch.compile; "auto" means "eager"
-    kernels         whether kernels of our own are used on CUDA: "triton"; "stock": torch's; "auto"
-                    means "stock" until ours have been run on a card and are faster there
+    kernels         whether kernels of our own are used on CUDA: "triton"; "stock": torch's; "auto":
+                    for tiles of a loss, whose sums are of another order than eager's in any case,
+                    where triton is there; steps of an optimizer keep torch's bits
     updates         where an optimizer's updates are computed: "device"; "fastest": those of
                     parameters that rest on the host with gradients and states are computed there by
                     the host's cores, where a plan says that a step is faster so, with the bits of
@@ -314,12 +315,18 @@ class Config:
 
     @property
     def tiles_by_kernels(self) -> bool:
-        """Whether kernels of our own compute tiles of a loss."""
-        return self.kernels == "triton"
+        """Whether kernels of our own compute tiles of a loss.
+
+        On a card they are faster than what Inductor makes of the same, and a tiled loss rounds
+        otherwise than a whole one whoever computes it.
+        """
+        unasked = self.kernels == "auto" and not missing(self.device or "cpu")
+        return self.kernels == "triton" or unasked
 
     @property
     def steps_by_kernels(self) -> bool:
-        """Whether kernels of our own compute the rows of an optimizer's step."""
+        """Whether kernels of our own compute the rows of an optimizer's step: with the bits of one
+        release of torch, so that they are asked for."""
         return self.kernels == "triton"
 
     @property

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,32 @@ def tangent_of() -> None:
     places = graph.find_nodes(op="placeholder")
     assert private.tangent_of(places[-1]) == output.meta["desc"][0]
     assert private.tangent_of(places[0]) is None
+
+
+@contract
+def keeps_tangents() -> None:
+    """As it is: whoever runs the backward lets go of the gradient that it was called with, and
+    looks whether that is alive."""
+    from functorch.compile import default_partition
+
+    kept: list[bool] = []
+
+    def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return as_it_stands(gm)
+
+    def backward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(args: list[Any]) -> Any:
+            results = gm(*args)
+            tangent = weakref.ref(args.pop())
+            kept.append(tangent() is not None)
+            return results
+
+        return private.boxed(run)
+
+    backend = private.aot_backend(forward, backward, forward, default_partition)
+    made = torch.compile(lambda x: x * 3, backend=backend)(torch.ones(3, requires_grad=True))
+    made.sin().sum().backward()
+    assert kept == [private.keeps_tangents()]
 
 
 @contract

@@ -1,10 +1,16 @@
 """What torch and Python do beside what is tested, and no test hangs on: imported by every process
-that is given many tests or ranks, before it compiles anything."""
+that is given many tests or ranks, before it compiles anything. And whether triton interprets, which
+is settled by then."""
 
 import gc
 import os
 
 import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when it is imported, and its own functions are then interpreted, or never.
+    # torch._dynamo, which the lines below import, imports it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # After each compilation torch collects garbage, and times the guards it has made, for
 # which it first fills the caches of the processor: a sixteenth of the time of tests, of which

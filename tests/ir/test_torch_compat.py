@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
-from torch import Tensor, library
+from torch import Tensor, fx, library
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.nn.utils import parametrize
 
@@ -91,6 +92,22 @@ def region_called() -> None:
     for body, operands in regions:
         assert torch.equal(body(x)[0], x.sin())
         assert len(operands) == 1
+
+
+@contract
+def let_higher_order_ops_read_wrappers() -> None:
+    """Told by the import of tiered tensors: what torch asks of an operand it asks of the tensor
+    inside a wrapper, and of others as ever."""
+    from torch._higher_order_ops.utils import _collect_fake_inputs
+
+    with FakeTensorMode():
+        inner = torch.empty(2)
+    plain, wrapped = (fx.Graph().placeholder("x") for _ in range(2))
+    plain.meta["example_value"], wrapped.meta["example_value"] = inner, Wrapped(inner)
+    first, second, third = _collect_fake_inputs([plain, wrapped, 3])
+    assert first is inner
+    assert second is inner
+    assert third == 3
 
 
 @contract

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from fences import DEVICE
-from interpreted import round_bf16
+from interpreted import index_by_scalars, round_bf16
 
 
 @pytest.fixture(autouse=True)
@@ -13,3 +13,4 @@ def _executed(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         assert os.environ.get("TRITON_INTERPRET") == "1"
         round_bf16(monkeypatch)
+        index_by_scalars(monkeypatch)

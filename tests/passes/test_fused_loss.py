@@ -85,10 +85,10 @@ def test_on_the_cpu_device_torchs_ops_compute_tiles():
     assert first == TileLoss(None, fused=False)
 
 
-@pytest.mark.parametrize(
-    ("kernels", "fused"), [("auto", False), ("stock", False), ("triton", True)]
-)
-def test_kernels_compute_tiles_where_they_are_asked_for(kernels, fused, monkeypatch):
+@pytest.mark.parametrize(("kernels", "fused"), [("auto", True), ("stock", False), ("triton", True)])
+def test_kernels_compute_tiles_where_they_run_unless_stock_is_asked_for(
+    kernels, fused, monkeypatch
+):
     monkeypatch.setattr("zcompile.config.missing", lambda device: "")
     (first, *_) = pipelines.pipeline(Config(device="cpu", kernels=kernels))
     assert first == TileLoss(None, fused=fused)

@@ -450,6 +450,32 @@ def stays_one_op(target: object) -> bool:
     )
 
 
+def let_higher_order_ops_read_wrappers() -> None:
+    """Let Dynamo trace a higher-order op of which an operand is of a wrapper subclass.
+
+    It looks for aliases among the operands, and asks each for its storage. Torch 2.11 fails at a
+    wrapper, which has none; later releases ask the tensors inside, as is done here.
+    """
+    from torch._higher_order_ops import utils
+
+    if hasattr(utils, "is_traceable_wrapper_subclass"):
+        return
+    collect: Callable[[Sequence[Any]], list[Any]] = utils._collect_fake_inputs
+
+    def collect_inside(operands: Sequence[Any]) -> list[Any]:
+        found: list[Any] = []
+        for operand in operands:
+            node = operand.node if isinstance(operand, fx.Proxy) else operand
+            value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+            if is_traceable_wrapper_subclass(value):
+                found += [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            else:
+                found += collect([operand])
+        return found
+
+    utils._collect_fake_inputs = collect_inside
+
+
 def is_flex_attention(node: fx.Node) -> bool:
     """Whether a node calls `flex_attention`, or its gradient: attention that is given graphs, of
     what becomes of a score and of which pairs there are."""
@@ -611,6 +637,15 @@ def tangent_of(node: fx.Node) -> object:
     """What the output whose gradient a placeholder carries is described by; None of any other."""
     desc = node.meta.get("desc")
     return desc.output if isinstance(desc, TangentAOTInput) else None
+
+
+def keeps_tangents() -> bool:
+    """Whether the gradients that a compiled backward is called with stay alive until it is over.
+
+    Torch 2.11 calls it with a tuple, which its caller holds; later releases with a list, which is
+    emptied.
+    """
+    return not hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def hint(value: int | torch.SymInt) -> int:

@@ -61,7 +61,7 @@ from zcompile.ir.graph import (
 )
 from zcompile.ir.memory_curve import MemoryCurve
 from zcompile.ir.schedule import Register, Schedule
-from zcompile.ir.torch_compat import hint, is_tangent
+from zcompile.ir.torch_compat import hint, is_tangent, keeps_tangents
 from zcompile.ir.types import LiveBytes, MemoryProfile, NodeName, ParamSpec, Phase
 from zcompile.memory.live_bytes import live_bytes
 
@@ -340,14 +340,15 @@ class StorageWalk:
         return [self.storages[-1]]
 
     def _read(self, node: fx.Node) -> None:
-        """Prolong the storages of a node to its readers; those of a result to the end of its
-        phase."""
+        """Prolong the storages of a node to its readers; those of a result, and of what torch
+        keeps, to the end of its phase."""
         held = unique(self.parts[node])
         if not held:
             return
         last = self._until(node)
         readers = {self._until(user) for user in node.users if user.op != "output"}
-        if node in self.results or (node.op == "placeholder" and not readers):
+        kept = is_tangent(node) and keeps_tangents()
+        if node in self.results or kept or (node.op == "placeholder" and not readers):
             last = len(self.nodes) - 1 if self._ends_last(node) else self.boundary - 1
         for storage in held:
             storage.last = max(storage.last, last, *readers, storage.first)

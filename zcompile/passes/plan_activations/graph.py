@@ -11,7 +11,7 @@ from zcompile.ir.copies import copy_graph
 from zcompile.ir.graph import aliases_of, find, is_compute, phase_of, views_and_casts_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.saved_values import SavedValues, is_value, storage_bytes
-from zcompile.ir.torch_compat import gradient_of, is_tangent, wish_of
+from zcompile.ir.torch_compat import gradient_of, is_tangent, keeps_tangents, wish_of
 from zcompile.ir.types import CheckpointPolicy, Layout, NodeName, ParamSpec, Phase, Work, aligned
 from zcompile.machine.cost import predicted_seconds
 from zcompile.machine.model import Compute, Machine
@@ -213,6 +213,8 @@ class ProblemReader:
                     ),
                     default=first,
                 )
+                if is_tangent(root) and keeps_tangents():
+                    last = len(self.nodes) - 1
                 if root in sinks and last == len(self.nodes) - 1:
                     last = sinks[root]
                 nbytes = storage_bytes(root)

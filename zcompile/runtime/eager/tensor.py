@@ -30,6 +30,7 @@ from zcompile.ir.torch_compat import (
     grad_of,
     is_applied_by_a_module,
     is_traced,
+    let_higher_order_ops_read_wrappers,
     no_torch_function,
     reduced_late,
     refuse_as_data,
@@ -419,6 +420,7 @@ class Unmoved(TieredTensor):
 
 
 support_foreach(TieredTensor)
+let_higher_order_ops_read_wrappers()
 
 
 @untraced

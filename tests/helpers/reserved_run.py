@@ -16,6 +16,7 @@ from small_models import GPT
 from torch import nn
 
 import zcompile
+from zcompile.frontend.backend import zinf
 from zcompile.ir.units import MiB
 
 DEVICE_BYTES = 384 * MiB
@@ -84,7 +85,7 @@ def taken(fields: dict[str, Any], disk: str) -> Taken:
     model: nn.Module = GPT(LAYERS, WIDTH, VOCABULARY)
     known = {"device_memory": DEVICE_BYTES, "host_memory": "2GiB", "disk": disk}
     zcompile.offload(model, device="cuda", **{**known, **fields})
-    call = torch.compile(model, backend="zinf")
+    call = torch.compile(model, backend=zinf)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     seconds, calls = [], [(0, 0)] * 2
     for number in range(STEPS):

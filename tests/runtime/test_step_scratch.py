@@ -21,6 +21,7 @@ from sampled import sampled_rows
 
 import zcompile
 from zcompile.errors import DeviceTooSmall, ScheduleInvalid
+from zcompile.frontend.backend import zinf
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.handover import handover
 from zcompile.ir.optimizer_step import (
@@ -57,7 +58,7 @@ def train(forward, optimizer, begin, end, batches=1):
 
 def held_bytes(device="cpu"):
     model = zcompile.offload(gpt().cpu(), device=device, device_memory="64MiB", host_memory="64MiB")
-    compiled = torch.compile(model, backend="zinf")
+    compiled = torch.compile(model, backend=zinf)
     train(compiled, adamw(model), 0, 1)
     return session_behind(model).split.held_bytes
 
@@ -160,7 +161,7 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager_there():
         room = {"host_memory": "64MiB", "device_memory": held_bytes("cuda") + WEIGHT_BYTES}
         torch._dynamo.reset()
         model = zcompile.offload(gpt().cpu(), device="cuda", **room)
-        train(torch.compile(model, backend="zinf"), adamw(model), 0, STEPS)
+        train(torch.compile(model, backend=zinf), adamw(model), 0, STEPS)
         for mine, theirs in zip(values(model), plain.parameters(), strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu())
         assert zcompile.stats(model)["peak"]["together"] <= room["device_memory"]

@@ -30,7 +30,8 @@ def test_a_training_reserves_no_more_than_its_budget(name, tmp_path):
         text=True,
         check=True,
     )
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert told["told"] <= reserved_run.DEVICE_BYTES, told
-    assert told["reserved"] - told["before"] <= reserved_run.DEVICE_BYTES + BESIDE, told
-    assert told["asked"][0] == told["asked"][1], told
+    text = ran.stdout.splitlines()[-1]
+    told = json.loads(text)
+    assert told["told"]["together"] <= reserved_run.DEVICE_BYTES, text
+    assert told["reserved"] - told["before"] <= reserved_run.DEVICE_BYTES + BESIDE, text
+    assert told["asked"][0] == told["asked"][1], text

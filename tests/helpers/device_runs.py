@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zcompile
+from zcompile.frontend.backend import zinf
 from zcompile.frontend.offload import session_behind
 from zcompile.planner import step_plan
 from zcompile.runtime.session import Session
@@ -298,7 +299,7 @@ def tiered(way: Way, device: str, disk: Path | None, **fields: Any) -> Run:
     if disk is not None:
         known["disk"] = disk
     zcompile.offload(model, device=device, **known)
-    return Run(model, torch.compile(model, backend="zinf"), way, device)
+    return Run(model, torch.compile(model, backend=zinf), way, device)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from small_models import GPT
-from torch import nn
+from torch import Tensor, nn
 
 import zcompile
+from zcompile.frontend.backend import zinf
+from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import MiB
 
 DEVICE_BYTES = 384 * MiB
@@ -40,7 +42,10 @@ class Taken:
     reserved    at most, from then on
     asked       of CUDA for memory: how often, until the warm steps are over, and until the end
     freed       likewise, given back to CUDA
-    told        peak of `stats`, of all that is on the device
+    allocated   of it at most
+    told        peaks of `stats`, of what is on the device
+    held        set aside for values of graphs
+    scratch     that steps may stream through there, at most, and in how many pieces
     seconds     of each step
     """
 
@@ -48,15 +53,29 @@ class Taken:
     reserved: int
     asked: tuple[int, int]
     freed: tuple[int, int]
-    told: int
+    allocated: int
+    told: dict[str, int]
+    held: int
+    scratch: tuple[int, int]
     seconds: list[float]
+
+
+class WithLoss(nn.Module):
+    """A GPT that returns its loss: the logits are in no budget, where eager code makes it."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.gpt = GPT(layers, WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits = self.gpt(tokens[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     made = torch.Generator().manual_seed(number)
     tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS + 1), generator=made).cuda()
-    logits = call(tokens[:, :-1])
-    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    call(tokens).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -64,7 +83,7 @@ def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, number: 
 
 def _warm_up() -> None:
     """Have torch make its own workspaces, in the threads of forward and of backward."""
-    model = GPT(1, WIDTH, VOCABULARY).cuda()
+    model = WithLoss(1).cuda()
     step(model, model, torch.optim.AdamW(model.parameters(), fused=True), 0)
 
 
@@ -81,25 +100,37 @@ def taken(fields: dict[str, Any], disk: str) -> Taken:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     torch.manual_seed(0)
-    model: nn.Module = GPT(LAYERS, WIDTH, VOCABULARY)
+    model = WithLoss(LAYERS)
     known = {"device_memory": DEVICE_BYTES, "host_memory": "2GiB", "disk": disk}
     zcompile.offload(model, device="cuda", **{**known, **fields})
-    call = torch.compile(model, backend="zinf")
+    call = torch.compile(model, backend=zinf)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    session, scratch = session_behind(model), (0, 0)
     seconds, calls = [], [(0, 0)] * 2
     for number in range(STEPS):
         if number == WARM:
             calls[0] = _calls()
         began = time.perf_counter()
         step(model, call, optimizer, number)
+        pieces = [memory.numel() for _, memory in session.arena.scratch.pieces]
+        scratch = max(scratch, (sum(pieces), len(pieces)))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     calls[1] = _calls()
-    told = zcompile.stats(model)["peak"]["together"]
-    reserved = torch.cuda.max_memory_reserved()
-    zcompile.close(model)
     (asked, freed), (asked_later, freed_later) = calls
-    return Taken(before, reserved, (asked, asked_later), (freed, freed_later), told, seconds)
+    found = Taken(
+        before,
+        torch.cuda.max_memory_reserved(),
+        (asked, asked_later),
+        (freed, freed_later),
+        torch.cuda.max_memory_allocated(),
+        zcompile.stats(model)["peak"],
+        session.split.held_bytes,
+        scratch,
+        seconds,
+    )
+    zcompile.close(model)
+    return found
 
 
 if __name__ == "__main__":

@@ -355,12 +355,13 @@ class SimulatedCuda(CudaDevice):
         watch(array)
         return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
 
-    def allocate(self, nbytes):
+    def allocate_each(self, sizes):
         # Not as the device's own, after which copies know all that compute has done: no memory
         # here is another's before, so what orders them else is seen to be enough.
         with torch.inference_mode(False):
-            made = torch.empty(nbytes, dtype=torch.uint8)
-        self.simulation.watch(made)
+            made = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
+        for memory in made:
+            self.simulation.watch(memory)
         return made
 
     def can_bypass_staging(self, direction):

@@ -238,7 +238,8 @@ class StepScratchUse:
 
     def need(self, schedule: Schedule) -> None:
         """Note a step schedule that was lowered for the scratch."""
-        if schedule.scratch_at and not self._scratch.need(schedule.arena_bytes):
+        slots = {(f.slot.address, f.slot.nbytes) for f in schedule.fetches()}
+        if schedule.scratch_at and not self._scratch.need(slots):
             self.leave()
 
     def open(self, schedule: Schedule) -> bool:
@@ -261,11 +262,12 @@ class StepScratchUse:
 
     def leave(self) -> None:
         """Give the memory back to the device: the host waits until nothing reads it."""
-        memory, begin = self._scratch.memory, perf_counter()
-        if memory is None:
+        pieces, begin = self._scratch.pieces, perf_counter()
+        if not pieces:
             return
-        for ticket in self._pending_reads.of(memory):
-            cast(InFlight, ticket).memory_heard().wait_finished()
+        for _, memory in pieces:
+            for ticket in self._pending_reads.of(memory):
+                cast(InFlight, ticket).memory_heard().wait_finished()
         self._scratch.close()
         seconds = perf_counter() - begin
         self._store.meter.add("stall", seconds)

@@ -117,6 +117,10 @@ class Device(Protocol):
         raises  DeviceTooSmall
         """
 
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Memory for the step scratch: uint8 [n] for each of `sizes`, which need not lie together;
+        as `allocate`."""
+
     def give_back_unused(self) -> None:
         """Return memory of the device that is free, and kept for what is allocated next, to the
         system: it may be in pieces of no use for what will be."""

@@ -73,6 +73,9 @@ class CpuDevice:
             raise DeviceTooSmall("cpu", nbytes, machine_bytes())
         return host_pages(nbytes)
 
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return self.allocate(sum(sizes)).split([*sizes])
+
     def give_back_unused(self) -> None:
         """Nothing to do: memory goes back to the system when it is freed."""
 

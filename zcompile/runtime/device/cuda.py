@@ -79,11 +79,18 @@ class CudaDevice:
         return int(_CUDA.mem_get_info(self.torch_device)[0])
 
     def allocate(self, nbytes: int) -> Tensor:
+        (memory,) = self.allocate_each([nbytes])
+        return memory
+
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
         try:
             with torch.inference_mode(False):  # as of `host_pages`
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+                memory = [
+                    torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+                    for nbytes in sizes
+                ]
         except torch.OutOfMemoryError as error:
-            raise DeviceTooSmall(str(self.torch_device), nbytes, self.free_bytes()) from error
+            raise DeviceTooSmall(str(self.torch_device), sum(sizes), self.free_bytes()) from error
         # Torch hands out memory again before compute is done that had it before: what compute does
         # next comes after that, and so have the copies to.
         compute = _CUDA.current_stream(self.torch_device)

@@ -26,7 +26,6 @@ OF_OTHERS = {
     "_flat_weight_refs": "nn.RNNBase, which refers to its weights weakly",
     "exceeds_recompile_limit": "torch's own question before it compiles once more, in torch_compat",
     "_maybe_set": "torch's own list of what it saves, in torch_compat",
-    "_collect_fake_inputs": "of Dynamo, which asks operands for their storage, in torch_compat",
     "_log_joint_graph": "AOTAutograd's own, which writes graphs down, in torch_compat for a while",
     "_log_fw_bw_graphs": "AOTAutograd's own, in torch_compat for a while",
     "_collect_fake_inputs": "torch 2.11's, of higher-order ops, in torch_compat",

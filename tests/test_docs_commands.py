@@ -38,7 +38,6 @@ NOT_RUN = {
     "python -m benchmarks.kernels": "needs a GPU: its arguments are parsed",
     "python -m benchmarks.gpu": "needs a GPU, or takes minutes: its arguments are parsed",
     "python -m benchmarks.offload_peers": "needs a GPU: its arguments are parsed",
-    "python -m pytest": "needs a GPU: that its markers are declared is looked up",
     "python -m kernels.ahead_of_time": "takes a minute, in tests/kernels: its arguments are parsed",
     "python -m code_mutants": "takes hours: its arguments are parsed",
     "python -m torch_tables": "takes hours: its arguments are parsed",
@@ -176,11 +175,6 @@ def test_a_command_that_is_not_run_is_there(line, monkeypatch):
         text = (ROOT / "Makefile").read_text()
         assert all(re.search(rf"^{target}:", text, re.MULTILINE) for target in words)
         assert all(f"$({name})" in text for name in variables)
-    elif words[:2] == ["-m", "pytest"]:
-        given = words[words.index("-m", 1) + 1]
-        options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]
-        declared = {marker.partition(":")[0] for marker in options["ini_options"]["markers"]}
-        assert {*re.findall(r"\w+", given)} - {"and", "or", "not"} <= declared
     else:
         parse = argparse.ArgumentParser.parse_args
 

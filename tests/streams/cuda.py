@@ -199,10 +199,12 @@ class Simulation:
         self.asked()
 
     def source_bytes(self, arena: Arena) -> int:
-        """Bytes alive outside the arena that copies to the host have read, or will."""
+        """Bytes alive outside the arena and its step scratch, which have an account of their own,
+        that copies to the host have read, or will."""
         alive = {id(s): s for made in self._sources if (s := made()) is not None}
-        inside = arena.slot(0, 1).untyped_storage().data_ptr()
-        return sum(s.nbytes() for s in alive.values() if s.data_ptr() != inside)
+        memories = [arena.slot(0, 1), *(piece for _, piece in arena.scratch.pieces)]
+        inside = {memory.untyped_storage().data_ptr() for memory in memories}
+        return sum(s.nbytes() for s in alive.values() if s.data_ptr() not in inside)
 
     def watch(self, made: Tensor) -> None:
         """Memory that compute made: look who still uses it when it goes back to its allocator."""

@@ -9,6 +9,14 @@ of the device time the regions of the first walks, and are read when costs are a
 such walks time what compute waits for, too: a walk that is not timed has two events, and its time
 divides as that of the last one that was (`runtime/meter.py::Meter.span`).
 
+What lies between two events is the device's own time only if the host was *ahead*: if it had
+enqueued the whole region before the device came to the first event. Else the device may have waited
+for the host within, which takes longer than the device for most regions of a small model; such a
+sample is an upper bound, and counts only as long as there is no other. Therefore a region that no
+sample with the host ahead is known of is delayed on the device for longer than the host took to
+enqueue it before (`Clocks.delay_s`). The delay has an end of its own and waits for nobody: an op
+that waits for the device, or whose kernel is loaded meanwhile, is late, and nothing worse.
+
 One figure stands for many samples of one thing (`Samples`): the mean of the last RECENT counts, of
 which none counts for more than MOST times their median. A step is the sum of hundreds of such times
 and comes near the sum of their means: noise only ever adds, so medians or minima would sum up to
@@ -23,7 +31,7 @@ planning (`Clocks.set_aside`).
 """
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -394,6 +402,10 @@ class Samples:
         """The least of the last samples."""
         return min(self._times[key])
 
+    def median(self, key: object) -> float:
+        """The median of the last samples."""
+        return median(self._times[key])
+
     def means(self) -> dict[object, float]:
         return {key: _mean(times) for key, times in self._times.items()}
 
@@ -416,6 +428,13 @@ FIRST = 8
 """Walks of a schedule that are all timed."""
 EVERY = 16
 """Of later walks one in so many is timed."""
+ENOUGH = 3
+"""Samples of a region with the host ahead, from which on it is delayed no more."""
+DELAY_MARGIN = 2.0
+"""A region is delayed for so many times what the host took before to enqueue it."""
+MOST_DELAY_S = 20e-3
+"""Of one region. It was enqueued once before, when its kernels may have been loaded, which takes
+longer than it ever will again."""
 MOST_UNHEARD = 4096
 """Regions that the host has computed of late, and that nobody has looked at."""
 STEPS = 16
@@ -440,6 +459,21 @@ class Walked:
     ends: tuple[float, ...]
     stalls: Mapping[int, float]
     levels: tuple[Levels, ...] = ()
+
+
+class DeviceSample(NamedTuple):
+    """A region was enqueued between two stamps of a device that computes beside the host.
+
+    cold   the region ran for the first time
+    ahead  all of it was enqueued before the device came to `begin`; not known of a cold one, in
+           which kernels may be tried out
+    """
+
+    region: Region
+    begin: Stamp
+    end: Stamp
+    cold: bool
+    ahead: bool
 
 
 class Compiling:
@@ -513,13 +547,17 @@ class Clocks:
         self.whole_steps, self.whole_s = 0, 0.0
         self._walks: dict[int, int] = {}
         self._regions, self._idle_regions = Samples(), Samples()
+        self._region_bounds = Samples()
+        """Upper bounds: of the device, which may have waited for the host meanwhile."""
+        self._timed_ahead: Counter[str] = Counter()
+        """By the key of a region: samples of the device with the host ahead."""
         self._alike: dict[str, dict[str, int]] = {}
         self._launches = Samples()
         self._issues = Samples()
         self._waiting: set[object] = set()
         """Keys of `_issues` whose instructions may have to wait for a transfer."""
         self._gaps = Samples()
-        self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
+        self._unread: deque[DeviceSample] = deque()
         self._unheard: deque[tuple[Region, float, bool]] = deque(maxlen=MOST_UNHEARD)
         """What the host has computed beside calls, as its thread tells."""
         self._last: tuple[str, float] | None = None
@@ -611,13 +649,13 @@ class Clocks:
         machine  as it was probed; its links are brought to what they did in the last steps
         """
         while self._unread:
-            region, begin, end, cold = self._unread.popleft()
-            self._ran(region, begin.until(end), cold)
+            region, begin, end, cold, ahead = self._unread.popleft()
+            self._ran(region, begin.until(end), cold, ahead)
         for region, seconds, cold in [self._unheard.popleft() for _ in range(len(self._unheard))]:
             self._ran(region, seconds, cold)
         for nbytes, busy_s in self._rates:
             machine = remeasured(machine, nbytes, busy_s)
-        regions = self._regions.means()
+        regions = self._region_bounds.leasts() | self._regions.means()
         waits = {key: s for key, s in self._issues.leasts().items() if key in self._waiting}
         return Costs(
             machine,
@@ -630,7 +668,7 @@ class Clocks:
             launches=self._launches.means(),
             issues=self._issues.means() | waits,
             gaps=self._gaps.medians(),
-            idle=self._regions.leasts() | self._idle_regions.means(),
+            idle=self._region_bounds.leasts() | self._regions.leasts() | self._idle_regions.means(),
         )
 
     def hears_of(self, schedule: Schedule) -> Callable[[Region, float], None]:
@@ -717,15 +755,31 @@ class Clocks:
             walked = Walked(schedule, tuple(begins), tuple(ends), stalls, tuple(levels))
             self._step.append(walked)
 
-    def _ran(self, region: Region, seconds: float, cold: bool) -> None:
-        self._regions.share(region, seconds, cold)
+    def _ran(self, region: Region, seconds: float, cold: bool, ahead: bool = True) -> None:
+        """A region took so long; where the device was timed without the host `ahead`, at most."""
+        samples = self._regions if ahead else self._region_bounds
+        samples.share(region, seconds, cold)
         if region.like:
             self._alike.setdefault(region.like, {})[region.key] = region.work.nbytes
 
-    def timed(self, schedule: Schedule, stamps: list[tuple[Region, Stamp, Stamp]]) -> None:
-        """Regions were timed on the device; their stamps are read later."""
-        cold = self._is_cold(schedule)
-        self._unread.extend((region, begin, end, cold) for region, begin, end in stamps)
+    def timed(self, schedule: Schedule, region: Region, begin: Stamp, end: Stamp) -> None:
+        """A region of a walk was just enqueued between two stamps, which are read later."""
+        new = not self._launches.knows(region.key)  # else another schedule has walked it before
+        cold = new and self._is_cold(schedule)
+        ahead = not (cold or begin.passed())
+        self._unread.append(DeviceSample(region, begin, end, cold, ahead))
+        self._timed_ahead[region.key] += ahead
+
+    def delay_s(self, region: Region) -> float:
+        """Seconds for which the device should do nothing before a region, so that the host is ahead
+        when the device comes to it; 0: what the device takes is known, or it is the first time.
+
+        A joined region is not delayed: its parts were timed alone before.
+        """
+        known = self._timed_ahead[region.key] >= ENOUGH
+        if region.parts or known or not self._launches.knows(region.key):
+            return 0.0
+        return min(DELAY_MARGIN * self._launches.median(region.key), MOST_DELAY_S)
 
     def _is_cold(self, schedule: Schedule) -> bool:
         """Whether this was the first walk of a schedule."""
@@ -749,6 +803,11 @@ class Timer:
     def hand_over(self, given: Iterable[int]) -> None:
         """The fetches with these tickets were in flight before the walk began."""
         self.given = frozenset(given)
+
+    def delay_s(self, index: int) -> float:
+        """Seconds for which compute should do nothing before instruction `index`, which is next, so
+        that the device's own time of it can be told."""
+        return 0.0
 
     def begins(self, index: int) -> None:
         """Instruction `index` is next."""
@@ -809,24 +868,27 @@ class DeviceTimer(HostTimer):
     def __init__(self, clocks: Clocks, schedule: Schedule, stamp: Callable[[], Stamp]) -> None:
         super().__init__(clocks, schedule)
         self._stamp = stamp
-        self._stamps: list[tuple[Region, Stamp, Stamp]] = []
         self._open: Stamp | None = None
 
-    def begins(self, index: int) -> None:
+    def _region_at(self, index: int) -> Region | None:
+        """The region that the device computes at an instruction."""
         x = self.schedule.effects[index]
-        if x.region is not None and not x.on_host:
+        return None if x.on_host else x.region
+
+    def delay_s(self, index: int) -> float:
+        region = self._region_at(index)
+        return 0.0 if region is None else self.clocks.delay_s(region)
+
+    def begins(self, index: int) -> None:
+        if self._region_at(index) is not None:
             self._open = self._stamp()
         super().begins(index)
 
     def ends(self, index: int) -> None:
         super().ends(index)
-        x = self.schedule.effects[index]
-        if x.region is not None and not x.on_host and self._open is not None:
-            self._stamps.append((x.region, self._open, self._stamp()))
-
-    def over(self) -> None:
-        super().over()
-        self.clocks.timed(self.schedule, self._stamps)
+        region = self._region_at(index)
+        if region is not None and self._open is not None:
+            self.clocks.timed(self.schedule, region, self._open, self._stamp())
 
 
 def nobody_looks() -> None:

@@ -194,6 +194,36 @@ def between(clocks, monkeypatch, *pauses):
     return clocks.costs(BARE, TransferModes()).gaps["forward test", "backward test"]
 
 
+def test_a_call_of_a_step_is_known_without_those_that_came_before_it(monkeypatch):
+    """As the plan's step makes it, which was seen before gradients stayed, and clips no gradient by
+    a call of its own."""
+    clocks, now = Clocks(OnHost(), waited), [0.0]
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    backward = schedule(phase=Phase.BACKWARD)
+    clip, update = (replace(schedule(phase=Phase.STEP), name=name) for name in ("clip", "update"))
+
+    def step(*calls):
+        """Each takes the host a second, after a pause."""
+        for pause, call in calls:
+            now[0] += pause
+            watch = clocks.watch(call)
+            now[0] += 1.0
+            watch.over()
+
+    step((0.0, backward), (512.0, update))
+    step((2.0, backward), (256.0, update))
+    for _ in range(3):
+        step((2.0, backward), (4.0, clip), (8.0, update), (16.0, clip), (32.0, update))
+    gaps = clocks.costs(BARE, TransferModes()).gaps
+    assert gaps == {
+        ("backward test", "step update"): 4.0 + 1.0 + 8.0,
+        ("backward test", "step clip"): 4.0,
+        ("step clip", "step update"): 32.0,
+        ("step update", "step clip"): 16.0,
+        ("step update", "backward test"): 2.0,
+    }
+
+
 def test_planning_is_no_part_of_what_lies_between_two_calls(monkeypatch):
     assert between(Clocks(OnHost(), waited), monkeypatch, (1.0, 512.0)) == 1.0
 

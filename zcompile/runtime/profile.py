@@ -461,6 +461,17 @@ class Walked:
     levels: tuple[Levels, ...] = ()
 
 
+class WalkEnd(NamedTuple):
+    """When the walk of a call ended.
+
+    at_s  of the host's time without what is no part of gaps
+    """
+
+    name: str
+    phase: Phase
+    at_s: float
+
+
 class DeviceSample(NamedTuple):
     """A region was enqueued between two stamps of a device that computes beside the host.
 
@@ -560,7 +571,13 @@ class Clocks:
         self._unread: deque[DeviceSample] = deque()
         self._unheard: deque[tuple[Region, float, bool]] = deque(maxlen=MOST_UNHEARD)
         """What the host has computed beside calls, as its thread tells."""
-        self._last: tuple[str, float] | None = None
+        self._last: WalkEnd | None = None
+        self._before_step: WalkEnd | None = None
+        """The last walk before those of an optimizer's step."""
+        self._step_names: set[str] = set()
+        """Calls of that step so far."""
+        self._aside_s = 0.0
+        """Seconds between walks that are no part of gaps, in all."""
         self._is_aside = False
         self._step_began: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)
@@ -613,29 +630,45 @@ class Clocks:
         """A walk of this schedule is next: what comes until it begins is no part of the gap."""
         if self._last is None or self._is_aside:
             return
-        (before, ended), self._last = self._last, None
-        between = before, call_name(schedule)
-        seconds = COMPILING.without() - ended
+        before, self._last = self._last, None
+        name = call_name(schedule)
+        self._note_gap(before, name)
+        if schedule.phase is not Phase.STEP:
+            self._before_step = None
+        elif before.phase is not Phase.STEP:
+            self._before_step, self._step_names = before, {name}
+        elif self._before_step is not None and name not in self._step_names:
+            # A step may make this call without those before it, as the one that a plan was made
+            # with: only a gradient that stays is clipped by a call of its own, and no other does.
+            self._note_gap(self._before_step, name)
+            self._step_names.add(name)
+
+    def _note_gap(self, before: "WalkEnd", name: str) -> None:
+        """A walk of this name begins, some time after the walk `before`."""
+        between = before.name, name
+        seconds = self._between_s() - before.at_s
         self._gaps.note(between, seconds, cold=not self._gaps.knows(between))
+
+    def _between_s(self) -> float:
+        """Time of the host, without what is no part of gaps."""
+        return COMPILING.without() - self._aside_s
 
     def waited_between(self, seconds: float) -> None:
         """The host waited for a transfer since the last walk: that is no part of the gap."""
-        if self._last is not None:
-            self._last = self._last[0], self._last[1] + seconds
+        if not self._is_aside:
+            self._aside_s += seconds
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Whatever is done in here between two walks, other walks included, is no part of the gap
         between them: planning, which takes longer than a step, comes again in hardly any."""
-        last, begin, self._is_aside = self._last, COMPILING.without(), True
+        last, begin, self._is_aside = self._last, self._between_s(), True
         try:
             yield
         finally:
             self._is_aside = False
-            if last is None or self._last is None:
-                self._last = None
-            else:
-                self._last = last[0], last[1] + COMPILING.without() - begin
+            self._aside_s += self._between_s() - begin
+            self._last = None if self._last is None else last
 
     def stepped(self) -> None:
         """An optimizer is done: the next forward begins a step."""
@@ -708,11 +741,11 @@ class Clocks:
 
     def forget(self) -> None:
         """Something else was done meanwhile: the time until the next call is no gap."""
-        self._last = self._step_began = None
+        self._last = self._before_step = self._step_began = None
 
     def over(self, schedule: Schedule) -> None:
         """A walk ended well."""
-        self._last = call_name(schedule), COMPILING.without()
+        self._last = WalkEnd(call_name(schedule), schedule.phase, self._between_s())
 
     def learn(
         self,

@@ -831,6 +831,13 @@ def store_of_torchrun() -> None:
     assert (store.get("a"), rank, size) == (b"1", 0, 1)
 
 
+@contract
+def spin() -> None:
+    with patch.object(torch._C, "_cuda_sleep", create=True) as sleep:
+        private.spin(1000)
+    sleep.assert_called_once_with(1000)
+
+
 @pytest.mark.parametrize("name", sorted(CONTRACTS))
 def test_torch_keeps_its_side(name):
     torch._dynamo.reset()

@@ -863,6 +863,12 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage:
     return torch.Tensor.untyped_storage(tensor)
 
 
+def spin(cycles: int) -> None:
+    """Enqueue a kernel that does nothing for so many cycles of the card's clock, on the current
+    stream of the current device."""
+    torch.cuda._sleep(cycles)
+
+
 class LateStorage:
     """A storage that `torch.save` writes: its bytes are read when it writes them, and not before.
 

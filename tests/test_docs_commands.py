@@ -37,6 +37,7 @@ NOT_RUN = {
     "python -m benchmarks.host_time": "takes minutes: its arguments are parsed",
     "python -m benchmarks.kernels": "needs a GPU: its arguments are parsed",
     "python -m benchmarks.gpu": "needs a GPU, or takes minutes: its arguments are parsed",
+    "python -m benchmarks.offload_peers": "needs a GPU: its arguments are parsed",
     "python -m kernels.ahead_of_time": "takes a minute, in tests/kernels: its arguments are parsed",
     "python -m code_mutants": "takes hours: its arguments are parsed",
     "python -m torch_tables": "takes hours: its arguments are parsed",

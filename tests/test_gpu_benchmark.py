@@ -163,6 +163,19 @@ def test_what_a_part_leaves_goes_to_the_others(clock):
     assert found == [20, 50]
 
 
+def test_no_part_begins_when_the_time_is_up(out, clock):
+    record, begun = Record({}, 60, out, clock), []
+
+    def measure(part, given):
+        begun.append(given)
+        clock.now += 61
+
+    record.run("a", COLUMNS, 0.5, measure, "a")
+    record.run("b", COLUMNS, 1.0, measure, "b")
+    assert begun == ["a"]
+    assert read(out)["parts"]["b"]["notes"] == ["not begun: the time is up"]
+
+
 def test_without_a_card_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench.main(["--parts", "machine"]) == 1

@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         of.add_argument(f"--{name}", type=int, default=size)
     of.add_argument("--card", default="60GiB", help="of the device")
     of.add_argument("--host", default="104GiB", help="of the host")
+    of.add_argument("--born", metavar="DEVICE", help="where values are drawn; default --device")
     of.add_argument("--disk-tier", help="a directory, where the host is too small")
     return made
 

@@ -59,9 +59,8 @@ class Part:
         left = (self.ends if until is None else until) - self._record.clock()
         if needs < left:
             return True
-        self.note(
-            f"not begun: {row}; its like took {needs:.1f} s, and {max(left, 0):.1f} s are left"
-        )
+        took = f"; its like took {needs:.1f} s" if needs else ""
+        self.note(f"not begun: {row}{took}, and {max(left, 0.0):.1f} s are left")
         return False
 
     @contextmanager
@@ -142,8 +141,12 @@ class Record:
     ) -> None:
         """Run a part, which has `share` of the time that is left, and tell what it raises."""
         now = self.clock()
-        part = Part(self, name, columns, now + share * (self.ends - now))
-        self.say(f"{name}: has {share * (self.ends - now):.0f} s")
+        seconds = share * (self.ends - now)
+        part = Part(self, name, columns, now + seconds)
+        if seconds <= 0:
+            part.note("not begun: the time is up")
+            return
+        self.say(f"{name}: has {seconds:.0f} s")
         try:
             measure(part, given)
         except Exception:  # noqa: BLE001 - the next part goes on

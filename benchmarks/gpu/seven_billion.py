@@ -34,6 +34,7 @@ COLUMNS: list[Cell] = [
     ("parameters", "G parameters", lambda n: f"{n / 1e9:.2f}"),
     ("init_s", "init s", digits(1)),
     ("first_s", "first step s", digits(1)),
+    ("third_s", "third, with planning", digits(1)),
     ("step_s", "step s", digits(2)),
     ("flops", "TFLOP/s", lambda rate: f"{rate / 1e12:.1f}"),
     ("predicted_s", "predicted s", digits(2)),
@@ -83,7 +84,7 @@ def offloaded(part: Part, args: argparse.Namespace, layers: int, row: Row) -> No
     torch._dynamo.reset()
     torch.manual_seed(0)
     began = time.perf_counter()
-    with zcompile.init(device=args.device, **fields), torch.device(device):
+    with zcompile.init(device=args.device, **fields), torch.device(args.born or device):
         model = Loss(shape_of(args, layers), device.type)
     synchronize(device)
     try:
@@ -124,6 +125,7 @@ def timed_step(
 def settled(row: Row, args: argparse.Namespace, stats: Mapping[str, Any]) -> None:
     """What the steps that were made tell."""
     row["first_s"] = row["all_s"][0]
+    row["third_s"] = row["all_s"][2] if len(row["all_s"]) > 2 else None
     predicted = row.setdefault("predicted", stats["predicted"])
     counted = row["all_s"][WARM_UP:] or row["all_s"][-1:]
     steps, tokens = max(1, stats["steps"]), args.samples * args.context
@@ -145,7 +147,7 @@ def planned_ahead(part: Part, args: argparse.Namespace, layers: int, row: Row) -
     tiers = {"device": parse_size(args.card), "host": parse_size(args.host)}
     machine = replace(probed(device, ()), tiers=tiers)
     with torch.device("meta"):
-        sketch = Loss(shape_of(args, layers), device.type)
+        sketch = Loss(shape_of(args, layers), "cpu")  # where a plan is traced, on any machine
         ids = torch.zeros(args.samples, args.context, dtype=torch.int64)
     began = time.perf_counter()
     report = zcompile.plan(sketch, ids, ids, machine=machine)
@@ -204,33 +206,32 @@ def extended(
     return {"passes_s": passes, "optimizer_s": updates, "step_s": passes + updates}
 
 
-def measure_resident(part: Part, args: argparse.Namespace) -> None:
-    """By eager and by torch's compiler; and extended to the layers and samples that are trained."""
+def measure_resident(part: Part, args: argparse.Namespace, kind: str) -> None:
+    """By eager or by torch's compiler; and extended to the layers and samples that are trained."""
     layers = max(1, args.resident // 2), args.resident
-    for kind in ("eager", "compiled"):
-        rows: list[Row] = []
-        for count in layers:
-            name = f"{count}, all on the card, {kind}, {args.resident_samples} samples"
-            if not part.has_time(name, kind):
-                return
-            with part.row(name, kind) as row:
-                resident(args, count, kind == "compiled", row)
-            free()
-            rows.append(row)
-        if any("error" in row for row in rows) or layers[0] == layers[1]:
-            continue
-        for wanted in args.blocks:
-            times = args.samples / args.resident_samples
-            made = extended(rows[0], rows[1], layers, wanted, times)
-            count = parameters(shape_of(args, wanted))
-            row = {
-                "name": f"{wanted}, all on a card, {kind}: extended from {layers}",
-                "parameters": count,
-                **made,
-                "flops": 6 * count * args.samples * args.context / made["step_s"],
-            }
-            part.rows.append(row)
-            part.show(row)
+    rows: list[Row] = []
+    for count in layers:
+        name = f"{count}, all on the card, {kind}, {args.resident_samples} samples"
+        if not part.has_time(name, kind):
+            return
+        with part.row(name, kind) as row:
+            resident(args, count, kind == "compiled", row)
+        free()
+        rows.append(row)
+    if any("error" in row for row in rows) or layers[0] == layers[1]:
+        return
+    for wanted in args.blocks:
+        times = args.samples / args.resident_samples
+        made = extended(rows[0], rows[1], layers, wanted, times)
+        count = parameters(shape_of(args, wanted))
+        row = {
+            "name": f"{wanted}, all on a card, {kind}: extended from {layers[0]} and {layers[1]}",
+            "parameters": count,
+            **made,
+            "flops": 6 * count * args.samples * args.context / made["step_s"],
+        }
+        part.rows.append(row)
+        part.show(row)
 
 
 def parameters(shape: LlamaShape) -> int:
@@ -245,18 +246,18 @@ def free() -> None:
 
 
 def measure(part: Part, args: argparse.Namespace) -> None:
+    """In the order of what it is worth: what takes torch's compiler comes last but for plans."""
     part.note(f"{args.samples} samples of {args.context} tokens a step, bfloat16 autocast")
     if args.resident:
-        measure_resident(part, args)
+        measure_resident(part, args, "eager")
     for layers in args.blocks:
-        name = f"{layers} layers, states off the card"
-        if part.left() > 0:
+        if part.has_time(f"{layers} layers"):
             with part.row(str(layers)) as row:
                 offloaded(part, args, layers, row)
-        else:
-            part.note(f"not begun: {name}; the time is up")
-        free()
+            free()
+    if args.resident:
+        measure_resident(part, args, "compiled")
     for layers in args.plan:
-        if part.left() > 0:
-            with part.row(f"{layers}, planned alone") as row:
+        if part.has_time(f"a plan of {layers} layers", "plan"):
+            with part.row(f"{layers}, planned alone", "plan") as row:
                 planned_ahead(part, args, layers, row)

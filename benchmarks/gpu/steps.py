@@ -67,6 +67,13 @@ class Variant:
             return "compiled" if self.compiled else "eager"
         return str(self.fields.get("regions", "planned"))
 
+    def device_memory(self, held: int) -> int:
+        """Bytes of the device that an offloaded model has, where eager holds so many."""
+        if self.share is not None:
+            return int(self.share * held)
+        assert self.fields is not None
+        return parse_size(self.fields["device_memory"])
+
 
 def variants(args: argparse.Namespace) -> dict[str, Variant]:
     """In the order in which they run."""
@@ -137,9 +144,7 @@ class Bench:
             model.to(self.device)
             run: Callable[..., Any] = torch.compile(model) if variant.compiled else model
         else:
-            fields = dict(variant.fields)
-            if variant.share is not None:
-                fields["device_memory"] = int(variant.share * self.held)
+            fields = {**variant.fields, "device_memory": variant.device_memory(self.held)}
             zcompile.offload(model, device=str(self.device), **fields)
             run = torch.compile(model, backend="zinf")
         try:
@@ -197,12 +202,7 @@ class Bench:
         steps, predicted = max(1, stats["steps"]), row["predicted"]
         seconds = {key: value / steps for key, value in stats["seconds"].items()}
         moved = {link: nbytes / steps for link, nbytes in stats["bytes"].items()}
-        assert variant.fields is not None
-        budget = (
-            parse_size(variant.fields["device_memory"])
-            if variant.share is None
-            else int(variant.share * self.held)
-        )
+        budget = variant.device_memory(self.held)
         row |= {
             "device_memory": budget,
             "bytes": moved,

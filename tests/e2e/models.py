@@ -67,6 +67,7 @@ WIDTHS = {
     "num_attention_heads": 2,
 }
 """Fields that most configurations spell alike."""
+LAYERS_OF_TWO_KINDS = ["sliding_attention", "full_attention"]
 CAUSAL = {**WIDTHS, "num_key_value_heads": 1, "max_position_embeddings": 32, "use_cache": False}
 
 
@@ -153,6 +154,56 @@ def mamba(parallel_scan: bool = False) -> nn.Module:
     )
 
 
+def gemma3() -> nn.Module:
+    """One layer sees few tokens, the other all."""
+    config = hf.Gemma3TextConfig(
+        **CAUSAL, head_dim=16, sliding_window=4, layer_types=LAYERS_OF_TWO_KINDS
+    )
+    return hf.Gemma3ForCausalLM(config)
+
+
+def gpt_oss() -> nn.Module:
+    return hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **CAUSAL,
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=4,
+            layer_types=LAYERS_OF_TWO_KINDS,
+        )
+    )
+
+
+def qwen3_moe() -> nn.Module:
+    return hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(
+            **CAUSAL,
+            head_dim=16,
+            moe_intermediate_size=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+        )
+    )
+
+
+def mamba2() -> nn.Module:
+    return hf.Mamba2ForCausalLM(
+        hf.Mamba2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_hidden_layers=2,
+            state_size=8,
+            num_heads=4,
+            head_dim=16,
+            n_groups=2,
+            chunk_size=4,
+            use_cache=False,
+        )
+    )
+
+
 CASES = {
     "gpt2": Case(gpt2, next_token),
     "llama": Case(llama, next_token),
@@ -162,4 +213,8 @@ CASES = {
     "bert": Case(bert, masked_token),
     "vit": Case(vit, pictures),
     "mamba": Case(mamba, next_token),
+    "mamba2": Case(mamba2, next_token),
+    "gemma3": Case(gemma3, masked_token),
+    "gpt-oss": Case(gpt_oss, next_token),
+    "qwen3 moe": Case(qwen3_moe, next_token),
 }

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vocabularies import Head, flat
 
 import zcompile
+from zcompile.frontend.backend import zinf
 from zcompile.ir.units import Bytes
 from zcompile.sparse_attention import Fixed, Pattern, attend
 
@@ -127,7 +128,7 @@ def test_values_that_the_device_does_not_hold_are_made_in_slices(name, device):
         machine=LIKE_A_GPU,
     )
     torch._dynamo.reset()
-    found = test_token_slices.trained(model, torch.compile(model, backend="zinf"), x)
+    found = test_token_slices.trained(model, torch.compile(model, backend=zinf), x)
     wanted = test_token_slices.trained(twin, twin, x)
     for mine, others in zip(found, wanted, strict=True):
         for value, other in zip(mine, others, strict=True):
@@ -177,7 +178,7 @@ def test_a_loss_over_a_vocabulary_is_made_in_tiles(device, kernels, tmp_path):
         dump=tmp_path,
     )
     torch._dynamo.reset()
-    losses = trained(model, torch.compile(model, backend="zinf"))
+    losses = trained(model, torch.compile(model, backend=zinf))
     torch.testing.assert_close(losses, trained(twin, twin), **CLOSE)
     assert {row["by"] for row in zcompile.stats(model)["inexact"]} == {"tile-loss"}
     told = "".join(text.read_text() for text in tmp_path.rglob("*.txt"))
@@ -214,7 +215,7 @@ def test_block_sparse_attention_trains_as_the_dense_reference(regions):
         model, device="cuda", device_memory="32MiB", host_memory="16MiB", regions=regions
     )
     torch._dynamo.reset()
-    call = torch.compile(model, backend="zinf")
+    call = torch.compile(model, backend=zinf)
     for forward in (twin, call):
         forward(x).square().mean().backward()
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):

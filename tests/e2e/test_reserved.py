@@ -30,9 +30,9 @@ def test_a_training_reserves_no_more_than_its_budget(name, tmp_path):
         text=True,
         check=True,
     )
-    line = ran.stdout.splitlines()[-1]
-    told = json.loads(line)
-    assert told["told"] <= reserved_run.DEVICE_BYTES, line
-    assert told["reserved"] - told["before"] <= reserved_run.DEVICE_BYTES + BESIDE, line
+    text = ran.stdout.splitlines()[-1]
+    told = json.loads(text)
+    assert told["told"]["together"] <= reserved_run.DEVICE_BYTES, text
+    assert told["reserved"] - told["before"] <= reserved_run.DEVICE_BYTES + BESIDE, text
     # Once the plan is reviewed, no step asks CUDA for memory.
-    assert told["asked"][0] == told["asked"][1], line
+    assert told["asked"][0] == told["asked"][1], text

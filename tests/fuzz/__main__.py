@@ -1,5 +1,7 @@
 """`make fuzz`: programs are drawn and run until one fails, the time is up, or somebody says stop.
 
+Of the kinds of programs, under each of the budgets and in slices, some are drawn by turns.
+
 The work is done by a child, so that a crash is told too, with the program that crashed.
 """
 
@@ -19,6 +21,8 @@ from fuzz.hunt import hunt
 from fuzz.program import Program
 from fuzz.rules import NOT_YET
 from fuzz.setting import BUDGETS
+from fuzz.slices import check as slices
+from fuzz.slices.program import Program as SlicedProgram
 
 CHUNK = 6
 """Programs of one seed; the first of each is the simplest that there is."""
@@ -28,7 +32,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="how long; default: on")
     parser.add_argument("--seed", type=int, default=None, help="the first seed; default: the time")
-    parser.add_argument("--budget", choices=sorted(BUDGETS), default=None, help="default: by turns")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--budget", choices=sorted(BUDGETS), default=None, help="default: by turns")
+    only.add_argument("--slices", action="store_true", help="only models in slices")
     parser.add_argument("--compiled", action="store_true", help="also calls the compiled model")
     parser.add_argument("--keep-going", action="store_true", help="tells a failure and goes on")
     parser.add_argument("--without", nargs="*", default=(), help="steps with this are left out")
@@ -66,13 +72,22 @@ def work(given: argparse.Namespace) -> int:
         counts["refused"] += program.was_refused
         given.child.write_text(f"{program.text('the last step crashed')}{step}\n", encoding="utf-8")
 
-    budgets = [given.budget] if given.budget else list(BUDGETS)
+    def told_of_slices(program: SlicedProgram) -> None:
+        counts["programs"] += 1
+        counts["steps"] += len(program.lines)
+        given.child.write_text(f"{program.text('it crashed')}\n", encoding="utf-8")
+
+    turns = [None] if given.slices else [given.budget] if given.budget else [*BUDGETS, None]
     try:
-        for number, budget in zip(itertools.count(given.seed), itertools.cycle(budgets)):
+        for number, budget in zip(itertools.count(given.seed), itertools.cycle(turns)):
             if time.monotonic() - began > given.seconds or (failed and not given.keep_going):
                 break
-            past = (*NOT_YET, *given.without)
-            found = hunt(budget, number, CHUNK, told, compiled=given.compiled, without=past)
+            found: Exception | None
+            if budget is None:
+                found = slices.hunt(number, CHUNK, told_of_slices)
+            else:
+                past = (*NOT_YET, *given.without)
+                found = hunt(budget, number, CHUNK, told, compiled=given.compiled, without=past)
             if found is not None:
                 failed += 1
                 print(f"seed {number}:", found, sep="\n")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.errors import RankFailed
+from zcompile.frontend.backend import zinf
 
 PATIENCE_S = 300.0
 
@@ -85,7 +86,7 @@ def _train(
     made, begin = adamw(model.parameters()), 0
     if resumes:
         begin = zcompile.resume(fields["disk"], model, made)["step"]
-    run = on_device(torch.compile(model, backend="zinf"), fields["device"])
+    run = on_device(torch.compile(model, backend=zinf), fields["device"])
     try:
         for step in range(begin, steps):
             if rank == 1 and step == dies:

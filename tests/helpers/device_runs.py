@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import zcompile
+from zcompile.frontend.backend import zinf
 from zcompile.frontend.offload import session_behind
 from zcompile.planner import step_plan
 from zcompile.runtime.session import Session
@@ -130,8 +131,14 @@ def _has_copies(session: Session) -> bool:
     return any(entry.copies for entry in session.entries())
 
 
-def _moved(session: Session) -> bool:
-    return session.meter.bytes()["d2h"] > 0
+@contextlib.contextmanager
+def _saved_values(how: str) -> Iterator[None]:
+    """All values that backward needs, and may be, are moved or made again; as `forced`."""
+    with forced(how) as decided:
+        yield
+    again, moved = (sum(counts) for counts in zip(*decided, strict=True))
+    assert bool(again) is ("again" in how)
+    assert bool(moved) is (how != "again")
 
 
 STREAMING = {"device_memory": ALL_STREAMS, "residency": False}
@@ -164,13 +171,19 @@ WAYS: dict[str, Way] = {
     "dropout": Way({"device_memory": HALF_STREAMS}, build=Noisy),
     "micro-batches": Way({"device_memory": HALF_STREAMS}, batches=3),
     "micro-batches, streaming": Way(STREAMING, batches=3),
-    "activations on the host": Way(STREAMING, _moved, lambda patch: forced("host"), build=Noisy),
-    "activations on disk": Way(
-        STREAMING, _moved, lambda patch: forced("disk"), build=Noisy, disk=True
+    "activations on the host": Way(
+        STREAMING, within=lambda patch: _saved_values("host"), build=Noisy
     ),
-    "activations made again": Way(STREAMING, within=lambda patch: forced("again"), build=Noisy),
+    "activations on disk": Way(
+        STREAMING, within=lambda patch: _saved_values("disk"), build=Noisy, disk=True
+    ),
+    "activations made again": Way(
+        STREAMING, within=lambda patch: _saved_values("again"), build=Noisy
+    ),
     "activations by turns": Way(
-        {"device_memory": HALF_STREAMS}, within=lambda patch: forced("host or again"), build=Noisy
+        {"device_memory": HALF_STREAMS},
+        within=lambda patch: _saved_values("host or again"),
+        build=Noisy,
     ),
     "late updates": Way(
         STATES_STREAM,
@@ -298,7 +311,7 @@ def tiered(way: Way, device: str, disk: Path | None, **fields: Any) -> Run:
     if disk is not None:
         known["disk"] = disk
     zcompile.offload(model, device=device, **known)
-    return Run(model, torch.compile(model, backend="zinf"), way, device)
+    return Run(model, torch.compile(model, backend=zinf), way, device)
 
 
 @contextlib.contextmanager

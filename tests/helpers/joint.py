@@ -168,8 +168,9 @@ def tangents(gm: fx.GraphModule, after: int) -> list[Tensor]:
     made = []
     for node in gm.graph.find_nodes(op="placeholder")[after:]:
         value = node.meta["val"]
-        size = [hint(n) for n in value.size()]
-        made.append(torch.randn(size, generator=source).to(value.dtype))
+        size, stride = ([hint(n) for n in given] for given in (value.size(), value.stride()))
+        laid_out = torch.empty_strided(size, stride, dtype=value.dtype)
+        made.append(laid_out.copy_(torch.randn(size, generator=source)))
     return made
 
 

@@ -4,7 +4,7 @@ values that have another layout when they leave."""
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
@@ -24,9 +24,12 @@ WAYS = ("host", "disk", "again", "host or again")
 
 @dataclass(frozen=True)
 class Forced(Pass):
-    """how  one of WAYS; what cannot be done to a value leaves it as it is"""
+    """how      one of WAYS; what cannot be done to a value leaves it as it is
+    decided  of each graph, how many values are made again, and how many are moved
+    """
 
     how: str = "host"
+    decided: list[tuple[int, int]] = field(default_factory=list, compare=False)
 
     name: ClassVar[str] = "plan-activations"
     needs: ClassVar[frozenset[Fact]] = frozenset({Fact.PHASES_ASSIGNED})
@@ -43,16 +46,17 @@ class Forced(Pass):
                 away[saved.root] = plan_offload(borders, saved.root, ways[0])
             elif not move and values.may_repeat(saved.root):
                 again.add(saved.root)
+        self.decided.append((len(again), len(away)))
         return Rewriting(values, plan, frozenset(again), away).rewrite()
 
 
 @contextmanager
-def forced(how: str) -> Iterator[None]:
-    """What is compiled inside is decided so."""
-    original = backend.pipeline
-    backend.pipeline = lambda *given: (Forced(how), *original(*given))
+def forced(how: str) -> Iterator[list[tuple[int, int]]]:
+    """What is compiled inside is decided so. Gives what was decided, as `Forced` has it."""
+    original, decided = backend.pipeline, []
+    backend.pipeline = lambda *given: (Forced(how, decided), *original(*given))
     try:
-        yield
+        yield decided
     finally:
         backend.pipeline = original
 

@@ -164,11 +164,15 @@ def _account(schedule: Schedule) -> Iterator[str]:
                 taken[row.slot] = row
                 waited.discard(row.slot)
             case Wait():
-                fetch = taken.get(row.slot)
                 end = (row.layout.offset + row.layout.span) * row.layout.dtype.itemsize
-                if fetch is None or fetch.ticket != row.ticket or end > fetch.nbytes:
+                *parts, last = _fetches_into(row.slot, taken) or [None]
+                brought = row.slot.nbytes - last.slot.nbytes + last.nbytes if last else 0
+                if last is None or last.ticket != row.ticket or end > brought:
                     yield f"{i} waits for other bytes"
-                waited.add(row.slot)
+                elif not waited.issuperset(part.slot for part in parts):
+                    yield f"{i} does not wait for all parts"
+                if not parts:
+                    waited.add(row.slot)
             case Store():
                 if row.slot not in waited or row.nbytes > taken[row.slot].nbytes:
                     yield f"{i} stores what is not there"
@@ -183,6 +187,22 @@ def _account(schedule: Schedule) -> Iterator[str]:
         yield "the account is wrong"
     if schedule.budget_bytes is not None and most > schedule.budget_bytes:
         yield "the budget is broken"
+
+
+def _fetches_into(slot: Slot, taken: dict[Slot, Fetch]) -> list[Fetch]:
+    """The fetches that fill a slot with bytes of an entry that follow each other; nothing, if they
+    do not."""
+    found = sorted(
+        (f for at, f in taken.items() if at.overlaps(slot)), key=lambda f: f.slot.address
+    )
+    at, byte = slot.address, found[0].begin if found else 0
+    for fetch in found:
+        if (fetch.slot.address, fetch.begin, fetch.entry) != (at, byte, found[0].entry):
+            return []
+        at, byte = fetch.slot.end, fetch.begin + fetch.slot.nbytes
+        if fetch is not found[-1] and fetch.nbytes != fetch.slot.nbytes:
+            return []
+    return found if at == slot.end else []
 
 
 def peak(rows: tuple[Instruction, ...]) -> tuple[int, int]:
@@ -271,6 +291,6 @@ def allocations(schedule: Schedule) -> list[list[int]]:
         if isinstance(row, Fetch):
             groups.append([i])
             open_[row.slot] = groups[-1]
-        elif isinstance(row, Wait | Store | Free):
+        elif isinstance(row, Wait | Store | Free) and row.slot in open_:  # and not over its parts
             open_[row.slot].append(i)
     return groups

@@ -16,6 +16,8 @@ from small_models import GPT
 from torch import Tensor, nn
 
 import zcompile
+from zcompile.frontend.backend import zinf
+from zcompile.frontend.offload import session_behind
 from zcompile.frontend.replan import REVIEW, WARM_UP
 from zcompile.ir.units import MiB
 
@@ -43,54 +45,51 @@ FIELDS: dict[str, dict[str, Any]] = {
 class Taken:
     """before    reserved before the model is there: torch's own, as workspaces of products
     reserved    at most, from then on
-    allocated   at most, from then on, beyond what was allocated before: what lies between that and
-                what is reserved is in pieces that nobody has
     asked       of CUDA for memory: how often, until the warm steps are over, and until the end
     freed       likewise, given back to CUDA
-    told        peak of `stats`, of all that is on the device
+    allocated   of it at most, beyond what was allocated before; others are pieces that nobody has
+    told        peaks of `stats`, of what is on the device
+    held        set aside for values of graphs
+    scratch     that steps may stream through there, at most, and in how many pieces
     seconds     of each step
     """
 
     before: int
     reserved: int
-    allocated: int
     asked: tuple[int, int]
     freed: tuple[int, int]
-    told: int
+    allocated: int
+    told: dict[str, int]
+    held: int
+    scratch: tuple[int, int]
     seconds: list[float]
 
 
-class Loss(nn.Module):
-    """Of the next token. It is a part of what is compiled: what eager code makes of logits, four
-    times their 16 MiB, is in no budget."""
+class WithLoss(nn.Module):
+    """A GPT that returns its loss: the logits are in no budget, where eager code makes it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.model = model
+        self.gpt = GPT(layers, WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits = self.model(tokens[:, :-1])
+        logits = self.gpt(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+def step(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
+    made = torch.Generator().manual_seed(number)
+    tokens = torch.randint(0, VOCABULARY, (BATCH, TOKENS + 1), generator=made).cuda()
     call(tokens).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def tokens_of(number: int) -> Tensor:
-    """Of a step: int64 [BATCH, TOKENS + 1]."""
-    made = torch.Generator().manual_seed(number)
-    return torch.randint(0, VOCABULARY, (BATCH, TOKENS + 1), generator=made)
-
-
 def _warm_up() -> None:
     """Have torch make its own workspaces, in the threads of forward and of backward."""
-    model = Loss(GPT(1, WIDTH, VOCABULARY)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    step(model, model, optimizer, tokens_of(0).cuda())
+    model = WithLoss(1).cuda()
+    step(model, model, torch.optim.AdamW(model.parameters(), fused=True), 0)
 
 
 def _calls() -> tuple[int, int]:
@@ -106,26 +105,37 @@ def taken(fields: dict[str, Any], disk: str) -> Taken:
     torch.cuda.reset_peak_memory_stats()
     before, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
     torch.manual_seed(0)
-    model: nn.Module = Loss(GPT(LAYERS, WIDTH, VOCABULARY))
+    model = WithLoss(LAYERS)
     known = {"device_memory": DEVICE_BYTES, "host_memory": "2GiB", "disk": disk}
     zcompile.offload(model, device="cuda", **{**known, **fields})
-    call = torch.compile(model, backend="zinf")
+    call = torch.compile(model, backend=zinf)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    seconds, counted = [], [(0, 0)] * 2
+    session, scratch = session_behind(model), (0, 0)
+    seconds, calls = [], [(0, 0)] * 2
     for number in range(STEPS):
         if number == WARM:
-            counted[0] = _calls()
+            calls[0] = _calls()
         began = time.perf_counter()
-        step(model, call, optimizer, tokens_of(number).cuda())
+        step(model, call, optimizer, number)
+        pieces = [memory.numel() for _, memory in session.arena.scratch.pieces]
+        scratch = max(scratch, (sum(pieces), len(pieces)))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    counted[1] = _calls()
-    told = zcompile.stats(model)["peak"]["together"]
-    reserved = torch.cuda.max_memory_reserved()
-    allocated = torch.cuda.max_memory_allocated() - allocated
+    calls[1] = _calls()
+    (asked, freed), (asked_later, freed_later) = calls
+    found = Taken(
+        before,
+        torch.cuda.max_memory_reserved(),
+        (asked, asked_later),
+        (freed, freed_later),
+        torch.cuda.max_memory_allocated() - allocated,
+        zcompile.stats(model)["peak"],
+        session.split.held_bytes,
+        scratch,
+        seconds,
+    )
     zcompile.close(model)
-    asked, freed = zip(*counted, strict=True)
-    return Taken(before, reserved, allocated, asked, freed, told, seconds)
+    return found
 
 
 if __name__ == "__main__":

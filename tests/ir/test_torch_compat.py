@@ -16,7 +16,7 @@ import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
 from offloaded import twins
 from torch import Tensor, fx, library
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.nn.utils import parametrize
 
@@ -111,6 +111,25 @@ def let_higher_order_ops_read_wrappers() -> None:
     assert first is inner
     assert second is inner
     assert third == 3
+
+
+@contract
+def let_wrappers_come_as_plain_inputs() -> None:
+    """Told by the import of tiered tensors: a view of one is plain where Dynamo traces it, and a
+    tiered tensor where the graph is called."""
+    (layer,) = twins(torch.nn.ModuleList([torch.nn.Linear(8, 8)])).model
+    traced = []
+
+    def seen(gm, inputs):
+        places = gm.graph.find_nodes(op="placeholder")
+        traced.append([type(node.meta["example_value"]) for node in places])
+        return zcompile.frontend.backend.zinf(gm, inputs)
+
+    rows = layer.weight.detach()[2:4]
+    called = torch.compile(lambda bias, rows: bias + rows, backend=seen)(layer.bias, rows)
+    assert type(rows) is TieredTensor
+    assert traced == [[TieredTensor, FakeTensor]]
+    assert torch.equal(called, layer.bias.detach().clone() + rows.clone())
 
 
 @contract
@@ -858,6 +877,13 @@ def use_expandable_segments() -> None:
     # What stands behind a key that torch does not know is not looked at.
     with pytest.raises(ValueError, match="True"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:perhaps")
+
+
+@contract
+def spin() -> None:
+    with patch.object(torch._C, "_cuda_sleep", create=True) as sleep:
+        private.spin(1000)
+    sleep.assert_called_once_with(1000)
 
 
 @pytest.mark.parametrize("name", sorted(CONTRACTS))

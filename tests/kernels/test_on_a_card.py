@@ -62,6 +62,7 @@ def rates():
 
 
 @pytest.mark.gpu
+@pytest.mark.slow  # it is timed: nobody else may be on the card
 @pytest.mark.parametrize("part", bench.PARTS)
 def test_a_kernel_agrees_is_near_its_floor_and_beats_stock(part, rates):
     rows = [bench.measured(c, rates[c.link]) for c in bench.PARTS[part](torch.device("cuda"))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from byte_meter import Meter
 from e2e.models import CASES
+from joint import captured
 from offloaded import Twins, twins
 from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE, small
@@ -22,9 +23,11 @@ from zcompile.ir.graph import assign_phases, is_compute, output_of, region_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.schedule import Run
 from zcompile.ir.torch_compat import is_tangent
-from zcompile.ir.types import Phase
+from zcompile.ir.types import MemoryProfile, Phase
 from zcompile.memory.footprint import Footprint, Given, footprint
 from zcompile.runtime import executor
+from zcompile.runtime.live_memory import CallMemory, LiveMemory
+from zcompile.runtime.meter import Gauge
 
 aten = torch.ops.aten
 
@@ -252,6 +255,26 @@ def test_a_small_model_holds_what_is_counted(name, monkeypatch):
     model, inputs = small(name)
     with watched(monkeypatch) as found:
         walked_twice(twins(Lost(model)), found, *inputs)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "handed over"])
+def test_a_gradient_that_backward_is_called_with_counts_while_torch_keeps_it(keeps, monkeypatch):
+    monkeypatch.setattr("zcompile.memory.footprint.keeps_tangents", lambda: keeps)
+    joint = captured("mlp")
+    held = footprint(joint.graph, joint.plan.params)
+    (tangent,) = (s for s in held.values if is_tangent(s.maker))
+    assert (tangent.last == len(held.nodes) - 1) is keeps
+
+
+def test_what_is_lent_to_a_call_counts_until_the_call_has_ended():
+    live, value, first = LiveMemory(Gauge()), torch.ones(4), frozenset({0})
+    profile = MemoryProfile(registers=first, given=first, lent=first)
+    call = CallMemory(live, profile, (), [value])
+    assert live.nbytes == value.nbytes
+    call.lets_go(0)
+    assert live.nbytes == value.nbytes
+    call.end([None])
+    assert live.nbytes == 0
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from staying_runs import (
 from torch import nn
 
 import zcompile
+from zcompile.frontend.backend import zinf
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.printer import schedule_text
 from zcompile.ir.types import ALIGNMENT, Phase
@@ -168,7 +169,7 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager():
         model = zcompile.offload(
             gpt().cpu(), device="cuda", device_memory="64MiB", host_memory="64MiB"
         )
-        train(torch.compile(model, backend="zinf"), adamw(model), 0, STEPS)
+        train(torch.compile(model, backend=zinf), adamw(model), 0, STEPS)
         assert session_behind(model).controller.plan.placement.stay
         assert all(
             torch.equal(mine.cpu(), theirs.cpu())

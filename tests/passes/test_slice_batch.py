@@ -1,26 +1,23 @@
 """Blocks over slices of the batch: which values have one, how stages lie, the same numbers."""
 
 import re
-from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
 import torch
 from batch_models import BATCH, BATCH_MODELS, LENGTH, WIDTH, Loss, batch_model
+from in_slices import PASSES, UNCUT, BatchInSlices
 from joint import Joint, assert_same, catch, results
 from sampled import sampled, sampled_rows
 from small_models import GPT
 from torch import Tensor, nn
 
-from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops
 from zcompile.ir.graph import bases_of, find, phase_of, writes
-from zcompile.ir.plan import BatchSlices
 from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.choose_tiles import ChooseTiles
-from zcompile.passes.pipeline import pipeline
 from zcompile.passes.plan_activations.rewrite import sink_views
 from zcompile.passes.slice_batch import SliceBatch
 from zcompile.passes.slice_batch.axes import Axis
@@ -33,27 +30,9 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 2**-6}
 """Largest difference in units of the largest number of a result, as of slices of tokens: some
 roundings more of 6e-8 each. Under bf16 the part of each slice is rounded to 2^-9, and products of
 fewer rows may come from another kernel, which rounds what follows anew."""
-PASSES = pipeline(Config(device="cpu"))
-CHOICE = next(p for p in PASSES if p.name == ChooseTiles.name)
-LATER = tuple(replace(p, slices=False) if p is CHOICE else p for p in PASSES)
 CONFIGURED = tuple(
     p for p in PASSES if p.name in (ChooseTiles.name, TileTokens.name, SliceBatch.name)
 )
-
-
-@dataclass(frozen=True)
-class InSlices(SliceBatch):
-    """Runs the batch in so many slices, with as many stages as the level has."""
-
-    slices: int = 2
-    level: int = 0
-    needs = ChooseTiles.needs
-
-    def rewrite(self, graph, plan):
-        levels = [(), *batch_graph(graph).levels()]
-        cuts = levels[min(self.level, len(levels) - 1)]
-        plan = super().rewrite(graph, replace(plan, batch=BatchSlices(self.slices, cuts)))
-        return replace(plan, batch=None)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +75,7 @@ def assert_close(found: dict, expected: dict, tolerance: float) -> None:
 )
 def test_slices_keep_the_numbers(name, slices, level, caught):
     joint = caught(name)
-    sliced = joint.through(InSlices(slices, level))
+    sliced = joint.through(BatchInSlices(slices, level))
     assert len(sliced.graph.nodes) > len(joint.graph.nodes)
     tolerance = TOLERANCE["bfloat16" if name == "autocast" else "float32"]
     assert_close(results(sliced), results(joint), tolerance)
@@ -104,8 +83,8 @@ def test_slices_keep_the_numbers(name, slices, level, caught):
 
 @pytest.mark.parametrize("name", sampled(BATCH_MODELS, "weights of words", "vit", "returned"))
 def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name, caught):
-    sliced = caught(name).through(InSlices(3, 1))
-    assert_same(results(sliced.through(*LATER)), results(sliced))
+    sliced = caught(name).through(BatchInSlices(3, 1))
+    assert_same(results(sliced.through(*UNCUT)), results(sliced))
 
 
 HEAVY_MODELS = ["gpt", "llama", "vit", "bert", "experts", "sequence first"]
@@ -115,7 +94,8 @@ HEAVY_MODELS = ["gpt", "llama", "vit", "bert", "experts", "sequence first"]
 def test_inference_runs_in_slices_too(name):
     model, inputs = batch_model(name)
     joint = catch(model.eval(), *inputs, grad=False)
-    assert_close(results(joint.through(InSlices(3, 1))), results(joint), TOLERANCE["float32"])
+    sliced = joint.through(BatchInSlices(3, 1))
+    assert_close(results(sliced), results(joint), TOLERANCE["float32"])
 
 
 HEAVY = ("mm.default", "convolution", "attention", "softmax", "layer_norm", "rms_norm", "embedding")
@@ -149,7 +129,8 @@ def test_the_batch_is_followed_and_not_recognised_by_its_size():
     assert all(axes[name] == Axis(0, 8) for name in flat)
     (turned, *_) = [name for name, n in forward.items() if "transpose" in name]
     assert axes[turned] == Axis(0)
-    assert_close(results(joint.through(InSlices(4))), results(joint), TOLERANCE["float32"])
+    sliced = joint.through(BatchInSlices(4))
+    assert_close(results(sliced), results(joint), TOLERANCE["float32"])
 
 
 def test_samples_that_come_second_are_told_from_tokens(caught):
@@ -195,7 +176,7 @@ def test_what_mixes_samples_runs_whole_between_slices(build):
     joint = catch(build(), torch.randn(12, WIDTH))
     found = batch_graph(joint.graph)
     assert found.batch.refused
-    sliced = joint.through(InSlices(3))
+    sliced = joint.through(BatchInSlices(3))
     assert_close(results(sliced), results(joint), TOLERANCE["float32"])
 
 
@@ -223,7 +204,9 @@ def test_a_mask_of_tokens_by_tokens_has_no_batch(length, slices):
     torch.manual_seed(0)
     joint = catch(Masked(length), torch.randn(BATCH, length, WIDTH))
     assert any("attention" in node.name for node in batch_graph(joint.graph).batch.rules)
-    assert_close(results(joint.through(InSlices(slices))), results(joint), TOLERANCE["float32"])
+    assert_close(
+        results(joint.through(BatchInSlices(slices))), results(joint), TOLERANCE["float32"]
+    )
 
 
 class Squeezed(nn.Module):
@@ -243,7 +226,9 @@ def test_a_slice_of_one_sample_keeps_its_batch_where_ones_are_squeezed(dims, sli
     torch.manual_seed(0)
     joint = catch(Squeezed(*dims), torch.randn(BATCH, LENGTH, WIDTH))
     assert batch_graph(joint.graph).batch.refused == []
-    assert_close(results(joint.through(InSlices(slices))), results(joint), TOLERANCE["float32"])
+    assert_close(
+        results(joint.through(BatchInSlices(slices))), results(joint), TOLERANCE["float32"]
+    )
 
 
 class TwoWays(nn.Module):
@@ -263,14 +248,16 @@ class TwoWays(nn.Module):
 def test_of_a_value_without_a_batch_each_reader_has_its_own_part(slices):
     torch.manual_seed(0)
     joint = catch(TwoWays(), torch.randn(BATCH, WIDTH))
-    assert_close(results(joint.through(InSlices(slices))), results(joint), TOLERANCE["float32"])
+    assert_close(
+        results(joint.through(BatchInSlices(slices))), results(joint), TOLERANCE["float32"]
+    )
 
 
 @pytest.mark.parametrize("slices", [2, 8])
 def test_random_numbers_are_drawn_of_all_samples_in_the_order_of_eager(slices, caught):
     """Outputs to the last bits but few: a mask of other numbers would be far off."""
     joint = caught("dropout")
-    sliced = joint.through(InSlices(slices, 1))
+    sliced = joint.through(BatchInSlices(slices, 1))
 
     def draws(made: Joint) -> list[torch.Size]:
         return [
@@ -297,7 +284,7 @@ class PartlyWhole(nn.Module):
 def test_a_gradient_that_is_not_summed_over_slices_has_the_bits_of_eager():
     torch.manual_seed(0)
     joint = catch(PartlyWhole(), torch.randn(12, WIDTH))
-    expected, found = results(joint), results(joint.through(InSlices(3)))
+    expected, found = results(joint), results(joint.through(BatchInSlices(3)))
     assert torch.equal(found["output 0"], expected["output 0"])
     assert torch.equal(found["grad of whole"], expected["grad of whole"])
     assert_close(found, expected, TOLERANCE["float32"])
@@ -309,7 +296,7 @@ def test_a_gradient_that_is_not_summed_over_slices_has_the_bits_of_eager():
 @pytest.mark.slow
 def test_a_weight_is_gathered_once_in_each_phase_whatever_the_slices(caught):
     joint = caught("gpt")
-    whole, sliced = joint.through(*LATER), joint.through(InSlices(8, 1), *LATER)
+    whole, sliced = joint.through(*UNCUT), joint.through(BatchInSlices(8, 1), *UNCUT)
     read = {
         phase: [n for n in find(whole.graph, ops.fetch) if phase_of(n) is phase] for phase in Phase
     }
@@ -325,7 +312,7 @@ def test_what_is_inside_of_a_stage_exists_in_slices_only(caught):
     joint = caught("gpt")
     peaks = [
         footprint(made.graph, made.plan.params).peak
-        for made in (joint, joint.through(InSlices(2, 1)), joint.through(InSlices(8, 1)))
+        for made in (joint, joint.through(BatchInSlices(2, 1)), joint.through(BatchInSlices(8, 1)))
     ]
     assert peaks[0] > peaks[1] > peaks[2]
 
@@ -373,7 +360,7 @@ def test_the_fewest_slices_are_tried_first(samples, counts):
 
 def test_what_adds_up_a_gradient_is_no_view_that_moves_to_its_reader(caught):
     """It would hold what each slice has made until the last is over."""
-    sliced = caught("gpt").through(InSlices(4, 1))
+    sliced = caught("gpt").through(BatchInSlices(4, 1))
 
     def computes() -> list[str]:
         calls = [n for n in sliced.graph.nodes if n.op == "call_function"]
@@ -429,7 +416,7 @@ def test_the_batch_runs_in_slices_where_nothing_else_fits():
 def test_without_slices_such_a_budget_is_refused():
     joint = attentive()
     with pytest.raises(BudgetExceeded):
-        joint.copy(budget_bytes=tight(joint)).through(*LATER)
+        joint.copy(budget_bytes=tight(joint)).through(*UNCUT)
 
 
 def offered(refused: BudgetExceeded) -> int:
@@ -548,6 +535,6 @@ def test_a_wish_of_checkpoint_is_kept_by_slices():
     model = Kept()
     ids, labels = (torch.randint(0, 32, (BATCH, LENGTH)) for _ in range(2))
     joint = catch(model, ids, labels)
-    sliced = joint.through(InSlices(2, 1))
+    sliced = joint.through(BatchInSlices(2, 1))
     assert any("recompute" in n.meta for n in sliced.graph.nodes)
     assert_close(results(sliced), results(joint), TOLERANCE["float32"])

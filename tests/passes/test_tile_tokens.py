@@ -2,18 +2,17 @@
 
 import functools
 import re
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from in_slices import PASSES, UNCUT, TokensInSlices
 from joint import Joint, assert_same, catch, results
 from sampled import crossed
 from small_models import Block, batch_norm
 from torch import Tensor, nn
 
-from zcompile.config import Config
 from zcompile.errors import BudgetExceeded
 from zcompile.ir import ops, printer
 from zcompile.ir.graph import find
@@ -21,7 +20,6 @@ from zcompile.ir.units import KiB
 from zcompile.memory.footprint import footprint
 from zcompile.passes.base import Pass
 from zcompile.passes.choose_tiles import ChooseTiles
-from zcompile.passes.pipeline import pipeline
 from zcompile.passes.tile_tokens import TileTokens
 from zcompile.passes.tile_tokens.regions import regions_of
 from zcompile.passes.trial import Trial
@@ -31,23 +29,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-6}
 """Largest difference in units of the largest number of a result. Gradients of weights are summed
 slice by slice: some roundings of 6e-8 each. Under bf16 the part of each slice is rounded to 2^-9,
 and products of fewer rows may come from another kernel, which rounds what follows anew."""
-PASSES = pipeline(Config(device="cpu"))
 CONFIGURED = tuple(p for p in PASSES if p.name in (ChooseTiles.name, TileTokens.name))
-WHOLE = replace(CONFIGURED[0], slices=False)
-LATER = tuple(WHOLE if p.name == ChooseTiles.name else p for p in PASSES)
-
-
-@dataclass(frozen=True)
-class InSlices(TileTokens):
-    """Cuts the tokens of every region that can be cut so."""
-
-    slices: int = 1
-    needs = ChooseTiles.needs
-
-    def rewrite(self, graph, plan):
-        regions = [r for r in regions_of(graph) if self.slices in r.demand.counts]
-        slices = {region.first: self.slices for region in regions}
-        return super().rewrite(graph, replace(plan, slices=slices))
 
 
 class Mlp(nn.Module):
@@ -121,7 +103,7 @@ def test_slices_keep_the_numbers(name, grad, slices):
     joint = caught(name, grad)
     (region, *_) = regions_of(joint.graph)
     assert slices in region.demand.counts
-    sliced = joint.through(InSlices(slices))
+    sliced = joint.through(TokensInSlices(slices))
     assert printer.text(sliced.graph) != printer.text(joint.graph)
     tolerance = TOLERANCE[torch.bfloat16 if "bf16" in name else torch.float32]
     assert_close(results(sliced), results(joint), tolerance)
@@ -129,8 +111,8 @@ def test_slices_keep_the_numbers(name, grad, slices):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_slices(name):
-    sliced = caught(name).through(InSlices(4))
-    assert_same(results(sliced.through(*LATER)), results(sliced))
+    sliced = caught(name).through(TokensInSlices(4))
+    assert_same(results(sliced.through(*UNCUT)), results(sliced))
 
 
 @settings(max_examples=5, deadline=None)
@@ -143,20 +125,20 @@ def test_slices_keep_the_numbers_of_every_shape(batch, length, pick):
     assert len(regions) == (batch * length > 1)
     for region in regions:
         slices = region.demand.counts[pick % len(region.demand.counts)]
-        made = results(joint.through(InSlices(slices)))
+        made = results(joint.through(TokensInSlices(slices)))
         assert_close(made, results(joint), TOLERANCE[torch.float32])
 
 
 def test_a_parameter_is_still_gathered_once_in_each_phase():
     joint = caught("mlp")
-    sliced = joint.through(InSlices(4), *LATER)
+    sliced = joint.through(TokensInSlices(4), *UNCUT)
     assert (
-        len(find(sliced.graph, ops.fetch)) == len(find(joint.through(*LATER).graph, ops.fetch)) + 1
+        len(find(sliced.graph, ops.fetch)) == len(find(joint.through(*UNCUT).graph, ops.fetch)) + 1
     )  # backward reads the bias of what it computes again
 
 
 def test_hidden_values_exist_in_slices_only():
-    sliced = caught("mlp").through(InSlices(4))
+    sliced = caught("mlp").through(TokensInSlices(4))
     sizes = {
         n.name: n.meta["val"].numel()
         for n in sliced.graph.nodes
@@ -175,7 +157,7 @@ def test_hidden_values_exist_in_slices_only():
 def test_random_ops_are_not_repeated():
     torch.manual_seed(0)
     joint = catch(Mlp(0.5), torch.randn(2, 6, WIDTH))
-    sliced = joint.through(InSlices(4))
+    sliced = joint.through(TokensInSlices(4))
 
     def draws(j):
         return sum("dropout" in n.name and "backward" not in n.name for n in j.graph.nodes)
@@ -259,19 +241,19 @@ def many_tokens(dropout: float = 0.0) -> Joint:
 
 def test_the_fewest_slices_with_which_all_fits_are_taken_and_told():
     joint = many_tokens()
-    whole = joint.copy(budget_bytes=2**30).through(*LATER).plan
+    whole = joint.copy(budget_bytes=2**30).through(*UNCUT).plan
     budget = (whole.beside.nbytes + whole.least_bytes) * 3 // 4
     sliced = joint.copy(budget_bytes=budget).through(*CONFIGURED)
-    assert printer.text(sliced.graph) == printer.text(joint.through(InSlices(2)).graph)
+    assert printer.text(sliced.graph) == printer.text(joint.through(TokensInSlices(2)).graph)
     assert [n.text for n in sliced.plan.notes] == [
         "'up' runs over 2 slices of its 192 tokens: 72.0 KiB of values inside become 36.0 KiB"
     ]
     (region,) = sliced.plan.sliced
     assert (region.name, region.slices, region.sliced_bytes) == ("up", 2, 36 * KiB)
-    after = sliced.through(*LATER).plan
+    after = sliced.through(*UNCUT).plan
     assert after.beside.nbytes + after.least_bytes <= budget
     with pytest.raises(BudgetExceeded):
-        joint.copy(budget_bytes=budget).through(*LATER)
+        joint.copy(budget_bytes=budget).through(*UNCUT)
 
 
 def test_it_is_told_why_hidden_values_run_whole():
@@ -310,4 +292,4 @@ def test_tokens_of_a_number_that_changes_stay_whole_and_that_is_told():
 
 
 def test_forward_and_backward_of_a_block_in_two_slices(golden):
-    assert caught("mlp").through(InSlices(2)).text == golden
+    assert caught("mlp").through(TokensInSlices(2)).text == golden

@@ -1,6 +1,7 @@
 """Which updates may be late, what a step with them moves, and that its bound is no higher."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,13 +12,26 @@ from zcompile.errors import BudgetExceeded
 from zcompile.ir.effects import IN
 from zcompile.ir.late_updates import is_update
 from zcompile.ir.optimizer_step import Column
-from zcompile.ir.schedule import Cast, Drop, EntryIndex, Run, Schedule, Store, Wait
-from zcompile.ir.step import StepTrace
+from zcompile.ir.schedule import (
+    Cast,
+    Drop,
+    EntryIndex,
+    Free,
+    Register,
+    Run,
+    Schedule,
+    Slot,
+    Store,
+    Wait,
+)
+from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
 from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.passes.late_updates import with_late_updates
+from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.planner import late_step, step_plan
 from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.late_step import with_late_step
@@ -154,40 +168,73 @@ def test_each_arrangement_is_proven_and_moves_each_operand_once(case):
     assert dropped == {ref.gradient for ref in late}
 
 
+@dataclass
+class Read:
+    """A parameter that a region of the forward reads: its bytes, and how many of them updates had
+    written by then, and had sent home; in how many parts."""
+
+    name: str
+    nbytes: int
+    written: int
+    sent: int
+    parts: int
+
+
+def reads_of_updated(forward: StepCall) -> Iterator[Read]:
+    lies: dict[Register, Wait] = {}
+    written, sent = set[Slot](), set[Slot]()
+    for x in forward.schedule.instructions:
+        if isinstance(x, Wait):
+            lies[x.register] = x
+        elif isinstance(x, Store):
+            sent.add(x.slot)
+        elif isinstance(x, Free):
+            written.discard(x.slot)
+            sent.discard(x.slot)
+        elif isinstance(x, Run):
+            waits = [lies[r] for r in x.inputs if r in lies]
+            if x.late is not None:
+                written |= {wait.slot for wait in waits}
+                continue
+            for wait in waits:
+                inside, home = (
+                    [s for s in some if wait.slot.address <= s.address < wait.slot.end]
+                    for some in (written, sent)
+                )
+                both = (sum(s.nbytes for s in some) for some in (inside, home))
+                yield Read(wait.name, wait.slot.nbytes, *both, len(inside))
+
+
 def test_an_update_comes_before_the_first_region_that_reads_its_parameter():
     (forward,) = (c for c in with_late_step(traced(), CHUNK).step.calls if c.schedule.updates_late)
-    waited: dict[int, object] = {}
-    updated = set()
-    for x in forward.schedule.instructions:
-        if isinstance(x, Run) and x.late is not None:
-            updated |= set(x.inputs)
-        elif isinstance(x, Run):
-            late = {r for r in x.inputs if r in waited}
-            assert late <= updated
-        elif x.effects.kind == "wait" and x.effects.name in named_late(forward):
-            waited[x.register] = x
-    assert waited
-    assert waited.keys() <= updated
+    reads = [r for r in reads_of_updated(forward) if r.name in named_late(forward)]
+    assert {r.name for r in reads} == named_late(forward)
+    assert all(r.written == r.nbytes for r in reads)
 
 
 def test_what_an_update_has_written_is_sent_before_others_read_it():
+    """Chunk by chunk: each is a part of what is read then."""
     step = with_late_step(traced(), CHUNK).step
     homes = dict.fromkeys(step.facts, "host")
     made = arranged(step, homes, ArenaShare(4 * MiB, 8, CHUNK))
     (forward,) = (call for call in made.calls if call.schedule.updates_late)
-    sent, read, late, lies = set(), set(), set(), {}
-    for x in forward.schedule.instructions:
-        if isinstance(x, Wait):
-            lies[x.slot] = x.register
-        elif isinstance(x, Store):
-            sent.add(lies[x.slot])
-        elif isinstance(x, Run) and x.late is not None:
-            late |= set(x.inputs)
-        elif isinstance(x, Run):
-            weights = {r for r in x.inputs if r in late}
-            read |= weights
-            assert weights <= sent
-    assert read
+    reads = [r for r in reads_of_updated(forward) if r.name in named_late(forward)]
+    assert reads
+    assert all(r.sent == r.nbytes for r in reads)
+    assert any(r.parts > 1 for r in reads)
+
+
+def test_a_part_comes_with_the_other_operands_of_its_chunk():
+    """And so not before most chunks that come first: nothing waits for a whole parameter."""
+    program = with_late_step(traced(), CHUNK).step.calls[0].schedule.program
+    program = schedule_prefetch(with_late_updates(replace(program, budget_bytes=MiB), MiB), 8)
+    parts = [v for v in program.values if v.part_of is not None]
+    wholes = {v.register: v for v in program.values if v.in_parts}
+    assert len(parts) > len(wholes)
+    for part in parts:
+        beside = [v.start for v in program.slotted if v.first == part.first]
+        assert part.start == max(wholes[part.part_of].start, min(beside))
+    assert any(part.start > wholes[part.part_of].start for part in parts)
 
 
 def named_late(forward) -> set[str]:

@@ -258,7 +258,7 @@ def test_a_step_scratch_that_grows_has_what_activations_left_in_pieces(device, m
     scratch = StepScratch(device)
     scratch.plan(StepRoom(0, MiB))
     for end, times in ((4 * KiB, 1), (4 * KiB, 1), (8 * KiB, 2), (KiB, 2)):
-        scratch.need(end)
+        scratch.need([(0, end)])
         scratch.open()
         scratch.close()
         assert len(asked) == times
@@ -322,9 +322,10 @@ def test_a_planned_slot_is_viewed_once_where_it_lies(device):
     """In the arena, and in the step scratch behind it as long as that is open."""
     arena, floats = arena_of(device, 64 * KiB), Layout((8,), (1,), 0, torch.float32)
     arena.scratch.plan(StepRoom(64 * KiB, MiB))
-    assert arena.scratch.need(66 * KiB)
+    assert arena.scratch.need([(64 * KiB, 2 * KiB)])
     arena.scratch.open()
-    for at, memory in ((KiB, arena.slot(0, 64 * KiB)), (65 * KiB, arena.scratch.memory)):
+    ((_, piece),) = arena.scratch.pieces
+    for at, memory in ((KiB, arena.slot(0, 64 * KiB)), (65 * KiB, piece)):
         view = arena.slot_view(at, floats)
         view.fill_(at)
         assert arena.slot_view(at, floats) is view
@@ -350,23 +351,49 @@ def slot_ranges(slots):
     return [(a, a + n) for a, n in slots]
 
 
-def test_an_step_scratch_is_as_large_as_schedules_need(device):
+def test_a_step_scratch_is_as_large_as_slots_need(device):
     at = 64 * KiB
     scratch = StepScratch(device)
     scratch.plan(StepRoom(at, MiB))
-    assert scratch.need(at + 4 * KiB)
+    assert scratch.need([(at, 4 * KiB)])
     assert not scratch.has(at, 1)
     scratch.open()
     scratch.slot(at + KiB, KiB).fill_(7)
-    assert scratch.memory.numel() == 4 * KiB
-    assert scratch.memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
-    assert lies_in(scratch.slot(at, 1), scratch.memory)
-    assert not lies_in(torch.empty(1), scratch.memory)
+    ((begin, memory),) = scratch.pieces
+    assert (begin, memory.numel()) == (at, 4 * KiB)
+    assert memory[KiB:].tolist() == [7] * KiB + [0] * 2 * KiB
+    assert scratch.holds(scratch.slot(at, 1))
+    assert not scratch.holds(torch.empty(1))
     assert not scratch.has(at - 1, 1)
     assert not scratch.has(at + 4 * KiB, 1)
-    assert not scratch.need(at + 8 * KiB)
+    assert not scratch.need([(at, 8 * KiB)])
     scratch.close()
     scratch.open()
     assert scratch.slot(at + 7 * KiB, KiB).numel() == KiB
     scratch.close()
     assert not scratch.has(at, 1)
+
+
+def test_slots_that_overlap_lie_in_one_piece_and_others_apart(device):
+    """Pieces fit between what stays of a backward; and what lies between slots is not asked for."""
+    scratch, asked = StepScratch(device), []
+    scratch.plan(StepRoom(0, MiB))
+    slots = [(0, 4), (4, 4), (16, 8), (20, 8), (24, 8), (64, 4), (60, 4), (0, 4)]
+    assert scratch.need((a * KiB, n * KiB) for a, n in slots)
+    scratch.open()
+    ranges = [(begin // KiB, memory.numel() // KiB) for begin, memory in scratch.pieces]
+    assert ranges == [(0, 4), (4, 4), (16, 16), (60, 4), (64, 4)]
+    for number, (begin, nbytes) in enumerate(slots):
+        assert scratch.has(begin * KiB, nbytes * KiB)
+        slot = scratch.slot(begin * KiB, nbytes * KiB).fill_(number)
+        assert scratch.holds(slot)
+        asked.append(slot)
+    assert [slot.unique().tolist() for slot in asked[:2]] == [[7], [1]]
+    assert not scratch.has(0, 5 * KiB), "it would lie in two"
+    assert not scratch.has(48 * KiB, KiB)
+    assert scratch.need([(60 * KiB, KiB)])
+    assert not scratch.need([(2 * KiB, 4 * KiB)]), "pieces become one"
+    scratch.close()
+    scratch.open()
+    assert [begin // KiB for begin, _ in scratch.pieces] == [0, 16, 60, 64]
+    scratch.close()

@@ -41,6 +41,16 @@ class At:
     def until(self, later):
         return later.seconds - self.seconds
 
+    def passed(self):
+        return True
+
+
+class Behind(At):
+    """A moment that the device has yet to come to."""
+
+    def passed(self):
+        return False
+
 
 class OnHost:
     torch_device = torch.device("cpu")
@@ -102,6 +112,58 @@ def test_beside_the_host_events_of_the_device_count_and_later_walks_cost_nothing
     assert 0 < costs.launches["key"] < 0.1
 
 
+def walked_beside(clocks, region, *samples):
+    """The seconds that are known of a region after samples of (seconds, whether the host was
+    ahead)."""
+    made = schedule(run())
+    for seconds, ahead in samples:
+        clocks.watch(made)
+        clocks.timed(made, region, (Behind if ahead else At)(0.0), At(seconds))
+        clocks.learn(made, [0.0], [LAUNCH_S], {}, frozenset())
+    return clocks.costs(BARE, TransferModes()).region_seconds(region)
+
+
+LAUNCH_S = 1e-3
+COLD = (64.0, True)
+
+
+@pytest.mark.parametrize(
+    ("samples", "known", "least"),
+    [
+        ([COLD], 64.0, 64.0),
+        ([COLD, (8.0, False)], 8.0, 8.0),
+        ([COLD, (8.0, False), (4.0, False), (6.0, False)], 4.0, 4.0),
+        ([COLD, (8.0, True), (4.0, True)], 6.0, 4.0),  # the device's own time: the mean
+        ([COLD, (4.0, False), (6.0, True)], 6.0, 6.0),
+        ([COLD, (6.0, True), (2.0, False)], 6.0, 6.0),
+    ],
+)
+def test_what_a_device_took_that_may_have_waited_for_the_host_is_an_upper_bound(
+    samples, known, least
+):
+    clocks, (only,) = Clocks(Beside(), waited), [x.region for x in schedule(run()).effects]
+    assert walked_beside(clocks, only, *samples) == known
+    assert clocks.costs(BARE, TransferModes()).idle["key"] == least
+
+
+def test_a_region_is_delayed_until_the_host_was_often_enough_ahead():
+    clocks, (only,) = Clocks(Beside(), waited), [x.region for x in schedule(run()).effects]
+    joined = replace(only, parts=(only, only))
+    delays = []
+    for ahead in (False, False, *[True] * profile.ENOUGH):
+        delays.append(clocks.delay_s(only))
+        walked_beside(clocks, only, (1.0, ahead))
+        assert clocks.delay_s(joined) == 0.0
+    assert delays == [0.0] + [pytest.approx(2 * LAUNCH_S)] * (1 + profile.ENOUGH)
+    assert clocks.delay_s(only) == 0.0
+
+
+def test_a_region_that_took_the_host_ages_is_delayed_for_a_moment():
+    clocks, made = Clocks(Beside(), waited), schedule(run())
+    clocks.learn(made, [0.0], [64.0], {}, frozenset())
+    assert clocks.delay_s(made.effects[0].region) == profile.MOST_DELAY_S
+
+
 def test_what_lies_between_two_calls_is_known_by_their_names():
     clocks = Clocks(OnHost(), waited)
     one, other = schedule(), schedule(phase=Phase.BACKWARD)
@@ -130,6 +192,36 @@ def between(clocks, monkeypatch, *pauses):
         clocks.watch(other).over()
         clocks.forget()
     return clocks.costs(BARE, TransferModes()).gaps["forward test", "backward test"]
+
+
+def test_a_call_of_a_step_is_known_without_those_that_came_before_it(monkeypatch):
+    """As the plan's step makes it, which was seen before gradients stayed, and clips no gradient by
+    a call of its own."""
+    clocks, now = Clocks(OnHost(), waited), [0.0]
+    monkeypatch.setattr(profile, "perf_counter", lambda: now[0])
+    backward = schedule(phase=Phase.BACKWARD)
+    clip, update = (replace(schedule(phase=Phase.STEP), name=name) for name in ("clip", "update"))
+
+    def step(*calls):
+        """Each takes the host a second, after a pause."""
+        for pause, call in calls:
+            now[0] += pause
+            watch = clocks.watch(call)
+            now[0] += 1.0
+            watch.over()
+
+    step((0.0, backward), (512.0, update))
+    step((2.0, backward), (256.0, update))
+    for _ in range(3):
+        step((2.0, backward), (4.0, clip), (8.0, update), (16.0, clip), (32.0, update))
+    gaps = clocks.costs(BARE, TransferModes()).gaps
+    assert gaps == {
+        ("backward test", "step update"): 4.0 + 1.0 + 8.0,
+        ("backward test", "step clip"): 4.0,
+        ("step clip", "step update"): 32.0,
+        ("step update", "step clip"): 16.0,
+        ("step update", "backward test"): 2.0,
+    }
 
 
 def test_planning_is_no_part_of_what_lies_between_two_calls(monkeypatch):

@@ -137,6 +137,20 @@ def test_marks_and_stamps_tell_where_compute_is(device):
     assert before.until(device.stamp()) >= 0
 
 
+@pytest.mark.gpu
+def test_compute_that_is_delayed_comes_later_and_the_host_goes_on():
+    device = CudaDevice(torch.device("cuda"), Meter(), fail)
+    device.delay_compute(1e-4)  # its kernel is loaded
+    device.mark().wait()
+    before, begun = device.stamp(), time.perf_counter()
+    device.delay_compute(0.1)
+    after = device.stamp()
+    assert time.perf_counter() - begun < 0.05
+    assert not after.passed()
+    assert 0.05 < before.until(after) < 1.0
+    device.close()
+
+
 def test_a_device_that_is_too_small_says_so(device):
     with pytest.raises(DeviceTooSmall, match=r"asks for 900 TiB on (cpu|cuda:0), which has"):
         device.allocate(900 << 40)

@@ -2,6 +2,7 @@
 
 import copy
 
+import narrow_runs
 import pytest
 import torch
 from pairs import assert_same, mlp, on_disk, same_training, train
@@ -13,6 +14,7 @@ from torch import nn, optim
 import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
+from zcompile.planner import step_plan
 from zcompile.runtime.eager import clipping, dispatch
 from zcompile.runtime.eager.clipping import SCALES
 from zcompile.runtime.eager.repeats import ListCall
@@ -469,3 +471,97 @@ def test_a_list_of_which_one_cannot_wait_is_left_as_it_was(mixed, monkeypatch):
     step_with(tiered, call, optimizer, change, 200)
     step_with(*plain, lambda model: None, 200)
     assert_same(plain[0], tiered)
+
+
+# --- Gradients that rest narrow, and copies that are written along ---
+
+AUTOCAST = {
+    "copies": {},
+    "room for all": {"device_memory": "64MiB"},
+    "nothing is planned": {"residency": False},
+}
+"""How a model under autocast is offloaded: by `narrow_runs`, where a plan may keep copies."""
+
+
+@pytest.fixture
+def copies_pay(monkeypatch):
+    monkeypatch.setattr(step_plan, "NARROW_PAYS", 0.0)
+    monkeypatch.setattr(step_plan, "LATE_PAYS", float("inf"))
+
+
+def autocast_pair(how, clip=None):
+    """Plain training under autocast, and the same offloaded."""
+    plain, model = narrow_runs.mlp(), narrow_runs.mlp()
+    model, call = narrow_runs.offloaded(model, **AUTOCAST[how])
+    return narrow_runs.Run(plain, plain, clip=clip), narrow_runs.Run(model, call, clip=clip)
+
+
+def the_same(plain, run):
+    values_of = narrow_runs.values
+    return run.losses == plain.losses and all(
+        map(torch.equal, values_of(plain.model), values_of(run.model))
+    )
+
+
+@pytest.mark.parametrize("clip", [None, 1e-3])
+@pytest.mark.parametrize("how", AUTOCAST)
+def test_rows_are_made_once_of_gradients_that_rest_narrow(how, clip, counted, copies_pay):
+    plain, run = (each.steps(0, 3) for each in autocast_pair(how, clip))
+    run.backward(3)
+    plain.backward(3)
+    grads = [p.grad.entry for p in run.model.parameters()]
+    assert all(entry.narrow is not None for entry in grads)
+    assert all(bool(p.entry.copies) is (how == "copies") for p in run.model.parameters())
+    before = dict(counted)
+    for each in (plain, run):
+        each.step()
+        each.steps(4, 7)
+    assert counted == {"rows": before["rows"], "again": before["again"] + 4}
+    assert the_same(plain, run)
+
+
+def wide_gradient(run):
+    run.model[0].weight.grad = torch.ones(narrow_runs.WIDTH, narrow_runs.WIDTH)
+
+
+def written_gradient(run):
+    with torch.no_grad():
+        run.model[0].weight.grad[0].mul_(0.5)
+
+
+def written_weight(run):
+    with torch.no_grad():
+        run.model[0].weight.mul_(0.5)
+
+
+def written_gradients(run):
+    with torch.no_grad():
+        torch._foreach_mul_([p.grad for p in run.model.parameters()], 0.5)
+
+
+AUTOCAST_CHANGES = {
+    "summed": lambda run: run.backward(99),
+    "a wide gradient": wide_gradient,
+    "a gradient is written": written_gradient,
+    "all gradients are written": written_gradients,
+    "a weight is written": written_weight,
+    "no gradient": lambda run: setattr(run.model[0].weight, "grad", None),
+    "foreach": lambda run: group_of(run.optimizer, fused=False, foreach=True),
+    "states reloaded": lambda run: reload_states(None, run.optimizer),
+    "weights reloaded": lambda run: run.model.load_state_dict(
+        {name: value * 0.5 for name, value in run.model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "how"), crossed(AUTOCAST_CHANGES, AUTOCAST), ids=lambda name: name
+)
+def test_a_change_is_seen_where_gradients_rest_narrow(change, how, copies_pay):
+    plain, run = (each.steps(0, 5) for each in autocast_pair(how))
+    for each in (plain, run):
+        each.backward(5)
+        AUTOCAST_CHANGES[change](each)
+        each.step()
+        each.steps(6, 8)
+    assert the_same(plain, run)

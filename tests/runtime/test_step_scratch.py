@@ -21,6 +21,7 @@ from sampled import sampled_rows
 
 import zcompile
 from zcompile.errors import DeviceTooSmall, ScheduleInvalid
+from zcompile.frontend.backend import zinf
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.handover import handover
 from zcompile.ir.optimizer_step import (
@@ -57,7 +58,7 @@ def train(forward, optimizer, begin, end, batches=1):
 
 def held_bytes(device="cpu"):
     model = zcompile.offload(gpt().cpu(), device=device, device_memory="64MiB", host_memory="64MiB")
-    compiled = torch.compile(model, backend="zinf")
+    compiled = torch.compile(model, backend=zinf)
     train(compiled, adamw(model), 0, 1)
     return session_behind(model).split.held_bytes
 
@@ -146,7 +147,7 @@ def test_every_optimizer_steps_there_with_the_bits_of_eager(budget, tmp_path, ma
         disk=tmp_path,
         throttle={**THROTTLE, **disk},
     )
-    assert session_behind(model).arena.scratch.memory is not None
+    assert session_behind(model).arena.scratch.pieces
     train(compiled, optimizer, 4, STEPS, batches)
     assert same(model, values(plain))
 
@@ -160,7 +161,7 @@ def test_on_a_gpu_too_the_bits_are_those_of_eager_there():
         room = {"host_memory": "64MiB", "device_memory": held_bytes("cuda") + WEIGHT_BYTES}
         torch._dynamo.reset()
         model = zcompile.offload(gpt().cpu(), device="cuda", **room)
-        train(torch.compile(model, backend="zinf"), adamw(model), 0, STEPS)
+        train(torch.compile(model, backend=zinf), adamw(model), 0, STEPS)
         for mine, theirs in zip(values(model), plain.parameters(), strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu())
         assert zcompile.stats(model)["peak"]["together"] <= room["device_memory"]
@@ -172,17 +173,18 @@ def test_graphs_have_all_of_it_back(budget, monkeypatch):
     model, compiled, optimizer = begun(budget, 4, throttle=dict.fromkeys(THROTTLE, "5MB/s"))
     session = session_behind(model)
     scratch = session.arena.scratch
-    assert scratch.memory is not None
+    assert scratch.pieces
     seen = []
     enter = session.executor._make_room
 
     def make_room(nbytes, schedule):
         enter(nbytes, schedule)
-        seen.append(scratch.memory is None and not session._pending_reads.of(lately))
+        pending = [session._pending_reads.of(memory) for _, memory in lately]
+        seen.append(not scratch.pieces and not any(pending))
 
     monkeypatch.setattr(session.executor, "_make_room", make_room)
     for number in (4, 5):
-        lately = scratch.memory
+        lately = scratch.pieces
         train(compiled, optimizer, number, number + 1)
     assert seen == [True] * 4
 

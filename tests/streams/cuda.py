@@ -5,6 +5,9 @@ have been in order at any speed: a stream knows what the host knew that enqueued
 what the events knew that it waited for; an event knows what its stream knew. `query` says that
 an event has yet to come, but where all are over at once (`Event.answers`), and of the end of a copy
 nobody hears before some host waits (`Held`), so nothing is learned by luck.
+
+Where a test gives the ops a pace (`Event.pace`), they take time as well, of a host that goes on
+while streams are behind it, and events tell it.
 """
 
 import contextlib
@@ -30,15 +33,42 @@ from zcompile.runtime.device.cuda import CudaCopier, CudaDevice
 _THREADS = threading.local()
 
 
+class Pace:
+    """Simulated seconds that ops take, of the host and of a stream.
+
+    now       time of the host
+    launched  ops so far
+    """
+
+    def __init__(self, host_s: float, stream_s: float) -> None:
+        self._host_s, self._stream_s = host_s, stream_s
+        self.now, self.launched = 0.0, 0
+
+    def launch(self, stream: "Stream") -> None:
+        """The host enqueues an op, which the stream comes to as soon as it has nothing else."""
+        self.now += self._host_s
+        self.launched += 1
+        self.occupy(stream, self._stream_s)
+
+    def occupy(self, stream: "Stream", seconds: float) -> None:
+        """The stream is busy for so long with what the host enqueues now."""
+        stream.over_s = max(stream.over_s, self.now) + seconds
+
+
 class Stream(Doer):
-    """As `torch.cuda.Stream`."""
+    """As `torch.cuda.Stream`.
+
+    over_s  when all is over that was enqueued so far, where ops have a pace
+    """
 
     def __init__(self, device: object = None, name: str = "") -> None:
         super().__init__(name or f"stream{id(self)}")
+        self.over_s = 0.0
 
     def wait_event(self, event: "Event") -> None:
         with LOCK:
             learn(self.known, joined(event.known, scope().known))
+        self.over_s = max(self.over_s, event.at_s)
 
     def synchronize(self) -> None:
         told(self.known)
@@ -51,17 +81,24 @@ class Event:
     """Of the main thread, by who waited."""
     answers: ClassVar[bool] = False
     """Whether who asks is told that it is over, and so learns what it knows."""
+    pace: ClassVar[Pace | None] = None
+    """What ops take; None: no time at all, and then a timing event is never seen to be over."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.known: dict[str, int] = {}
         self._times = enable_timing
+        self.at_s = 0.0
 
     def record(self, stream: Stream) -> None:
         with LOCK:
             learn(stream.known, scope().known)
             self.known = dict(stream.known)
+        if Event.pace is not None:
+            self.at_s = max(stream.over_s, Event.pace.now)
 
     def query(self) -> bool:
+        if self._times and Event.pace is not None:
+            return self.at_s <= Event.pace.now
         if self._times or not Event.answers:
             return False
         told(self.known)
@@ -71,7 +108,7 @@ class Event:
         told(self.known)
 
     def elapsed_time(self, later: "Event") -> float:
-        return 0.0
+        return 1e3 * (later.at_s - self.at_s)
 
 
 class Simulation:
@@ -177,6 +214,8 @@ class Simulation:
     def launch(self, reads: list[Tensor], writes: list[Tensor], what: str = "") -> None:
         """Work on the current stream of this thread that reads and writes such tensors."""
         stream = self.current_stream()
+        if Event.pace is not None:
+            Event.pace.launch(stream)
         if not self.records:
             return
         with LOCK:
@@ -199,10 +238,12 @@ class Simulation:
         self.asked()
 
     def source_bytes(self, arena: Arena) -> int:
-        """Bytes alive outside the arena that copies to the host have read, or will."""
+        """Bytes alive outside the arena and its step scratch, which have an account of their own,
+        that copies to the host have read, or will."""
         alive = {id(s): s for made in self._sources if (s := made()) is not None}
-        inside = arena.slot(0, 1).untyped_storage().data_ptr()
-        return sum(s.nbytes() for s in alive.values() if s.data_ptr() != inside)
+        memories = [arena.slot(0, 1), *(piece for _, piece in arena.scratch.pieces)]
+        inside = {memory.untyped_storage().data_ptr() for memory in memories}
+        return sum(s.nbytes() for s in alive.values() if s.data_ptr() not in inside)
 
     def watch(self, made: Tensor) -> None:
         """Memory that compute made: look who still uses it when it goes back to its allocator."""
@@ -246,7 +287,8 @@ class Watching(TorchDispatchMode):
         if any(type(t) not in (Tensor, torch.nn.Parameter) for t in plain):
             return NotImplemented  # a tiered tensor knows what to do
         out = func(*args, **(kwargs or {}))
-        if not self._simulation.records or _is_view(func):
+        paces = self._simulation.records or Event.pace is not None
+        if not paces or _is_view(func):
             return out
         if func._schema.name.startswith("aten::empty"):  # memory, and no work
             for each in _tensors(out):
@@ -355,12 +397,13 @@ class SimulatedCuda(CudaDevice):
         watch(array)
         return torch.frombuffer(array, dtype=torch.uint8, count=memory.numel())
 
-    def allocate(self, nbytes):
+    def allocate_each(self, sizes):
         # Not as the device's own, after which copies know all that compute has done: no memory
         # here is another's before, so what orders them else is seen to be enough.
         with torch.inference_mode(False):
-            made = torch.empty(nbytes, dtype=torch.uint8)
-        self.simulation.watch(made)
+            made = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
+        for memory in made:
+            self.simulation.watch(memory)
         return made
 
     def can_bypass_staging(self, direction):

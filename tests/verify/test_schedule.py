@@ -23,6 +23,7 @@ from zcompile.errors import ScheduleInvalid
 from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
     EntryIndex,
+    Fetch,
     Instruction,
     LateChunk,
     Literal,
@@ -56,6 +57,33 @@ def but(rows: tuple[Instruction, ...], at: int, *instead: Instruction) -> tuple[
 
 def late(update: Run) -> Run:
     return replace(update, late=LateChunk(0, 0, 128))
+
+
+def part(slot: Slot, ticket: int, begin: int = -1, nbytes: int = 512) -> Fetch:
+    """The part of a value that belongs into a slot; or that from `begin` on."""
+    begin = slot.address if begin < 0 else begin
+    return replace(fetch(slot, ticket, nbytes=nbytes), begin=begin)
+
+
+PAIR = Layout((256,), (1,), 0, torch.float32)
+SECOND, BOTH = part(HIGH, 1), Slot(0, 1024)
+
+
+def parts(second: Fetch = SECOND, both: Slot = BOTH) -> tuple[Instruction, ...]:
+    """A value in two parts, of which the first is updated, and goes home while the whole is
+    read."""
+    return (
+        part(LOW, 0),
+        second,
+        wait(LOW, 0, 1),
+        wait(HIGH, 1, 2),
+        late(run(0, 1, ticket=4)),
+        store(LOW, 5, 4),
+        wait(both, 1, 3, PAIR),
+        run(0, 3, ticket=6),
+        free(LOW, 3),
+        free(HIGH, 3),
+    )
 
 
 BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
@@ -164,6 +192,47 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a wait for a slot nobody took": (
         lambda: schedule(*but(SAFE, 1, wait(HIGH, 0, 1))),
         "'w' has no slot Slot(address=512, nbytes=512) that is taken here",
+    ),
+    "a wait for parts in another order than that of their bytes": (
+        lambda: schedule(*parts(second=part(HIGH, 1, begin=1024))),
+        "'w' lies over parts that do not follow each other",
+    ),
+    "a wait for parts of two entries": (
+        lambda: schedule(*parts(second=replace(part(HIGH, 1), entry=EntryIndex(1)))),
+        "'w' lies over parts that do not follow each other",
+    ),
+    "a wait for parts of which one is not filled": (
+        lambda: schedule(
+            part(LOW, 0, nbytes=256),
+            part(HIGH, 1, begin=256),
+            wait(LOW, 0, 1, Layout((64,), (1,), 0, torch.float32)),
+            *parts()[6:],
+        ),
+        "'w' lies over parts that do not follow each other",
+    ),
+    "a wait for parts that end before it does": (
+        lambda: schedule(*parts(both=Slot(0, 1536))),
+        "'w' lies over parts that do not follow each other",
+    ),
+    "a wait for the last part, while another is on its way": (
+        lambda: schedule(*parts()[:2], *parts()[3:4], *parts()[6:]),
+        "it waits for ticket 1, the bytes come with 0",
+    ),
+    "a wait for another part than the last": (
+        lambda: schedule(*but(parts(), 6, wait(Slot(0, 1024), 0, 3, PAIR))),
+        "it waits for ticket 0, the bytes come with 1",
+    ),
+    "a value read beyond its parts": (
+        lambda: schedule(*but(parts(second=part(HIGH, 1, nbytes=256)), 3)),
+        "'w' reads 512 bytes of 256 that were brought",
+    ),
+    "a part that is written while it is on its way home": (
+        lambda: schedule(*but(parts(), 7, late(run(0, 3, ticket=6)))),
+        "'w' is computed with while its store reads it",
+    ),
+    "a part that goes home before it is written": (
+        lambda: schedule(*but(parts(), 5, store(LOW, 5))),
+        "the store of 'w' does not wait for the compute that writes it",
     ),
     "a wait for another fetch": (
         lambda: schedule(SAFE[0], fetch(HIGH, 8), wait(LOW, 8, 1), *SAFE[2:]),
@@ -283,8 +352,8 @@ READ_AFTER_ITS_UPDATE = (*STEP[:2], late(STEP[2]), STEP[3], run(0, 1, ticket=6),
 
 @pytest.mark.parametrize(
     "rows",
-    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE],
-    ids=["forward", "step", "leaving", "read after its update"],
+    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE, parts()],
+    ids=["forward", "step", "leaving", "read after its update", "in parts"],
 )
 def test_what_they_were_broken_from_is_safe(rows):
     whole = schedule(

@@ -117,8 +117,8 @@ class Effects(NamedTuple):
     gives_back    slot that is not taken any more; registers over it are forgotten
     reads_slot    taken slot of which it reads `nbytes`: the first, or those from `slot_begin` on
     writes_slot   taken slot of which it writes `nbytes`: the first, or those from `slot_begin` on
-    views         taken slot over `nbytes` of which the registers lie that it defines: the first,
-                  or those from `slot_begin` on
+    views         taken slot, or neighbouring ones, over `nbytes` of which the registers lie that it
+                  defines: the first, or those from `slot_begin` on
     home          bytes of an entry
     after         tickets that it waits for: a transfer starts, or compute goes on, once these are
                   complete

@@ -171,7 +171,7 @@ def program_text(program: RegionProgram) -> str:
     """The region program: for each region what starts before it, what it reads, and what leaves
     after it."""
     outline = program.outline
-    fetched, budget = len(program.fetched), program.budget_bytes
+    fetched, budget = sum(not v.in_parts for v in program.fetched), program.budget_bytes
     within = "" if budget is None else f" within {show_size(budget)}"
     rows = [
         f"{outline.phase.value} of {outline.name}: {len(program.regions)} regions read "
@@ -181,9 +181,11 @@ def program_text(program: RegionProgram) -> str:
     for value in program.values:
         until = f" until region {value.last}" if value.last > value.first else ""
         if value.in_place:
-            reading[value.first].append(f"  reads    {value.name} in place{until}")
+            reading[value.read_whole].append(f"  reads    {value.name} in place{until}")
             continue
-        reading[value.first].append(f"  reads    {value.name}{until}")
+        reading[value.read_whole].append(f"  reads    {value.name}{until}")
+        if value.in_parts:
+            continue
         slot = value.slot
         where = "" if slot is None else f" into [{slot.address}, {slot.end})"
         ahead = value.first - value.start

@@ -237,6 +237,7 @@ class ExchangeBucket:
 class Wait:
     """Let compute wait for a fetch; `register` becomes a tensor of `layout` over the slot.
 
+    slot    or neighbouring slots of parts of the value, of which the last is waited for here
     offset  first byte of the slot that the tensor lies over: of a share that is used by itself
     """
 
@@ -872,6 +873,9 @@ class ReadValue(NamedTuple):
                  None: `first`
     kept_in      the entry in which all bytes are kept for later calls, once they are gathered;
                  None: they are not
+    part_of      register of the value that it is a part of, in whose slot it lies: each part is
+                 fetched, written and stored by itself; None: it is a value by itself
+    in_parts     it has parts, which bring its bytes, and are read before it
     """
 
     entry: EntryIndex
@@ -893,6 +897,8 @@ class ReadValue(NamedTuple):
     gather: int = 0
     reader: int | None = None
     kept_in: EntryIndex | None = None
+    part_of: Register | None = None
+    in_parts: bool = False
 
     @property
     def writes(self) -> bool:
@@ -933,6 +939,11 @@ class RegionProgram:
     def fetched(self) -> tuple[ReadValue, ...]:
         """The values that are not read in place."""
         return tuple(value for value in self.values if not value.in_place)
+
+    @property
+    def slotted(self) -> tuple[ReadValue, ...]:
+        """Those of `fetched` that lie in a slot of their own, and not in that of another."""
+        return tuple(value for value in self.fetched if value.part_of is None)
 
     def with_values(self, values: Iterable[ReadValue]) -> "RegionProgram":
         """The program with these values, of which something was decided."""

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -47,6 +48,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     TangentAOTInput,
 )
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTensorMeta
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import CompileContext, TracingContext
 from torch._guards import tracing as _tracing
@@ -478,6 +480,33 @@ def let_higher_order_ops_read_wrappers() -> None:
     utils._collect_fake_inputs = collect_inside
 
 
+def let_wrappers_come_as_plain_inputs() -> None:
+    """Let a compiled graph be called with a tensor of a wrapper subclass where a plain one was
+    traced, as a view of a tiered parameter is: its ops take it as it is.
+
+    Torch 2.11 refuses that where another input is a wrapper; later releases do not look.
+    """
+    if find_spec("torch._functorch._aot_autograd.subclass_codegen") is not None:
+        return
+    torchs: Any = _runtime_wrappers
+    unwrap: Callable[..., list[Any]] = torchs.runtime_unwrap_tensor_subclasses
+
+    def unwrap_as_traced(
+        args: Sequence[Any], *, append_symints: bool, subclass_metas: Sequence[Any] | None = None
+    ) -> list[Any]:
+        if subclass_metas is None:
+            return unwrap(args, append_symints=append_symints)
+        found: list[Any] = []
+        for value, meta in zip(args, subclass_metas, strict=True):
+            if isinstance(meta, _PlainTensorMeta):
+                found.append(value)
+            else:
+                found += unwrap([value], append_symints=append_symints, subclass_metas=[meta])
+        return found
+
+    torchs.runtime_unwrap_tensor_subclasses = unwrap_as_traced
+
+
 def is_flex_attention(node: fx.Node) -> bool:
     """Whether a node calls `flex_attention`, or its gradient: attention that is given graphs, of
     what becomes of a score and of which pairs there are."""
@@ -863,6 +892,12 @@ def use_expandable_segments() -> bool:
         return False
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     return True
+
+
+def spin(cycles: int) -> None:
+    """Enqueue a kernel that does nothing for so many cycles of the card's clock, on the current
+    stream of the current device."""
+    torch.cuda._sleep(cycles)
 
 
 class LateStorage:

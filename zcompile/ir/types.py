@@ -363,7 +363,8 @@ class MemoryProfile:
     """Bytes that the calls of a schedule have live outside the arena (`memory/footprint.py`).
 
     levels       of the instructions that compute or send something off the device, in their order
-    registers    whose values count; `given`: those that a call begins with
+    registers    whose values count; `given`: those that a call begins with; `lent`: of these, those
+                 that torch holds until it has ended, whenever the call lets go of them
     kept         registers of results that are saved for backward
     left_bytes   of gradients that are in flight when a call has ended
     end_bytes    of values when it has ended, those of `left_bytes` included
@@ -375,6 +376,7 @@ class MemoryProfile:
     levels: tuple[LiveBytes, ...] = ()
     registers: frozenset[int] = frozenset()
     given: frozenset[int] = frozenset()
+    lent: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
     left_bytes: int = 0
     end_bytes: int = 0

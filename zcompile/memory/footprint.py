@@ -592,6 +592,7 @@ def memory_profile(
     names = {node.name for node in held.of}
     places = [n for n in held.nodes if n.op == "placeholder"]
     given = frozenset(Register(i) for i, n in enumerate(places) if n.name in names)
+    lent = frozenset(r for r in given if keeps_tangents() and is_tangent(places[r]))
     named = [
         (name, register) for x in counted for name, register in zip(x.nodes, x.defines, strict=True)
     ]
@@ -603,7 +604,7 @@ def memory_profile(
         v.nbytes for v in held.values if v.maker.op == "placeholder" and not is_tangent(v.maker)
     )
     return MemoryProfile(
-        levels, given | made, given, left, held.left_bytes, ends, sum(stays.values()), saved
+        levels, given | made, given, lent, left, held.left_bytes, ends, sum(stays.values()), saved
     )
 
 

@@ -1,6 +1,6 @@
 """Gives every fetched value an address in the device arena."""
 
-from zcompile.ir.schedule import RegionProgram, Slot
+from zcompile.ir.schedule import ReadValue, RegionProgram, Slot
 from zcompile.ir.types import aligned
 from zcompile.memory.allocator import Block, fits, pack_quickly, packed_bytes
 
@@ -13,16 +13,26 @@ def allocate_arena(program: RegionProgram) -> RegionProgram:
         b: taken from region 0 to 1             ->    b: [4096, 12288)
 
     Fetches have starts with which addresses within the budget can be found (`choose_starts`); they
-    are searched for only where those that are found quickly end beyond it.
+    are searched for only where those that are found quickly end beyond it. Parts of a value lie
+    in its slot.
     """
-    blocks = [Block(v.start, v.last, v.nbytes) for v in program.fetched]
+    slotted = program.slotted
+    blocks = [Block(v.start, v.last, v.nbytes) for v in slotted]
     addresses = pack_quickly(blocks)
     budget = program.budget_bytes
     if budget is not None and packed_bytes(blocks, addresses) > budget:
         found = fits(blocks, budget)
         assert found is not None, "starts are chosen so that addresses fit"
         addresses = found
-    slots = (Slot(a, aligned(b.nbytes)) for a, b in zip(addresses, blocks, strict=True))
-    return program.with_values(
-        v if v.in_place else v._replace(slot=next(slots)) for v in program.values
-    )
+    slot_of = {
+        v.register: (v.begin, Slot(address, aligned(v.nbytes)))
+        for v, address in zip(slotted, addresses, strict=True)
+    }
+
+    def placed(v: ReadValue) -> ReadValue:
+        if v.in_place:
+            return v
+        begin, slot = slot_of[v.register if v.part_of is None else v.part_of]
+        return v._replace(slot=Slot(slot.address + v.begin - begin, aligned(v.nbytes)))
+
+    return program.with_values(map(placed, program.values))

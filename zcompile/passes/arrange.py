@@ -275,7 +275,7 @@ def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int)
     assert schedule.program is not None, "of a graph"
 
     def needed(program: RegionProgram) -> int:
-        values = (v for v in program.values if v.share or v.entry not in resident)
+        values = (v for v in program.slotted if v.share or v.entry not in resident)
         return live_peak([Block(max(0, v.first - lead), v.last, v.nbytes) for v in values])
 
     nbytes = needed(schedule.program)

@@ -99,11 +99,11 @@ def _borders(
     """The regions that stay apart from the one before."""
     borders = {0}
     for value in program.fetched:
-        borders |= {value.start, value.first, value.last + 1}
+        borders |= {value.start, value.first, value.read_whole, value.last + 1}
         if value.written is not None:
             borders.add(value.written + 1)
         if value.share is not None:
-            borders |= {value.gather, value.read_whole, value.share.updated}
+            borders |= {value.gather, value.share.updated}
     for n, run in enumerate(program.regions):
         if run.region.body is None:  # nothing is known of its code
             borders |= {n, n + 1}

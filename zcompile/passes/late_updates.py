@@ -84,12 +84,16 @@ def with_late_updates(program: RegionProgram, room_bytes: int | None) -> RegionP
     """The program of a forward, with its late updates right before the first readers of their
     parameters.
 
-        region 0: mm reads w                     late 0: adamw w, g, m, v
-                                      ->         w, m, v go home
-                                                 region 1: mm reads w
+        region 0: mm reads w                     late 0: adamw a chunk of w, g, m, v
+                                                 that of w, m, v goes home
+                                      ->         late 1: adamw the other chunk
+                                                 that goes home
+                                                 region 2: mm reads w
 
-    The chunks of an update are regions of their own, which read the parameter, and a chunk of each
-    other operand. Where the forward reads a copy of the parameter in another dtype, the update
+    The chunks of an update are regions of their own, which read a chunk of each operand. Those of
+    the parameter are parts of the value that the forward reads: each comes with the other operands
+    of its chunk, and goes home with them, so that no link is busy with a whole parameter while
+    chunks wait for it. Where the forward reads a copy of the parameter in another dtype, the update
     writes that, and the parameter is one of the others.
     Of a parameter that ranks hold shares of they update this rank's, before it is
     gathered: one region earlier, so that the gather has that region to hide behind.
@@ -136,8 +140,8 @@ class _Joining:
             if value.entry in update_of:
                 ahead = 0 if value.share is None else GATHER_LEAD
                 reading.setdefault(max(0, value.first - ahead), []).append(value)
-        updates: dict[Register, tuple[int, int]] = {}
-        """Of what is updated, the first region of that, and the last."""
+        updates: dict[Register, int] = {}
+        """Of what is updated, the first region of that."""
         shares: dict[Register, Share] = {}
         departures = []
         for n, run in enumerate(before.regions):
@@ -149,7 +153,7 @@ class _Joining:
                     self._update(late, value)
                 else:
                     shares[value.register] = self._update_share(late, value, value.share)
-                updates[value.register] = first, len(self.regions) - 1
+                updates[value.register] = first
             self.number.append(len(self.regions))
             departures += [before.departures[n], *[()] * (len(self.regions) - begin)]
             self.regions.append(run)
@@ -161,19 +165,21 @@ class _Joining:
             departures[last + 1] = (*departures[last + 1], drop)
         for value in before.values:
             reader = self.number[value.first]
-            first, written = updates.get(value.register, (reader, None))
-            if written is not None and value.cast is not None:
-                copy = self._column(self.late.updates[update_of[value.entry]], value)
-                value = value._replace(entry=copy.entry, name=copy.name, cast=None)
+            updated = value.register in updates
+            in_parts = updated and value.share is None
+            if in_parts:
+                value = self._as_updated(update_of[value.entry], value)
+            share = shares.get(value.register, value.share)
             self.values.append(
                 value._replace(
-                    first=first,
+                    first=updates.get(value.register, reader),
                     last=self.number[value.last],
                     start=self.number[value.start],
-                    written=written,
-                    share=shares.get(value.register, value.share),
+                    written=share.updated - 1 if share is not None and updated else None,
+                    share=share,
                     gather=self.number[value.gather],
-                    reader=reader if value.share is not None else None,
+                    reader=reader if in_parts or share is not None else None,
+                    in_parts=in_parts,
                 )
             )
         self.values.sort(key=lambda value: value.first)
@@ -203,15 +209,21 @@ class _Joining:
             return update.weight
         return next(n for n, column in enumerate(update.row.columns) if column.blank)
 
-    def _column(self, update: LateUpdate, value: ReadValue) -> Column:
-        return update.row.columns[self._place(update, value)]
+    def _as_updated(self, number: int, value: ReadValue) -> ReadValue:
+        """`value` of what an update writes: of the copy, if the forward reads that."""
+        if value.cast is None:
+            return value
+        update = self.late.updates[number]
+        copy = update.row.columns[self._place(update, value)]
+        return value._replace(entry=copy.entry, name=copy.name, cast=None)
 
     def _update(self, number: int, value: ReadValue) -> None:
         """Add the chunks of an update, by its number, of the elements of `value`."""
         update = self.late.updates[number]
-        row, place = update.row, self._place(update, value)
-        width = row.columns[place].dtype.itemsize
-        self._chunks(number, place, value.register, value.begin // width, value.nbytes // width)
+        place = self._place(update, value)
+        width = update.row.columns[place].dtype.itemsize
+        whole = self._as_updated(number, value)
+        self._chunks(number, place, whole, value.begin // width, value.nbytes // width)
 
     def _update_share(self, number: int, value: ReadValue, share: Share) -> Share:
         """Add the chunks of an update of this rank's share; returns that with a register, from
@@ -223,9 +235,14 @@ class _Joining:
         written = update.row.numel * itemsize
         return share._replace(register=own, updated=len(self.regions), written=written)
 
-    def _chunks(self, number: int, place: int, weight: Register, begin: int, count: int) -> None:
-        """Add the chunks of an update of `count` elements from `begin` on, of which column `place`
-        lies in `weight`."""
+    def _chunks(
+        self, number: int, place: int, updated: ReadValue | Register, begin: int, count: int
+    ) -> None:
+        """Add the chunks of an update of `count` elements from `begin` on.
+
+        updated  what column `place` is: a value, of which each chunk is a part; or a share, which
+                 all chunks read in this register
+        """
         update = self.late.updates[number]
         row = update.row
         others = replace(
@@ -239,7 +256,7 @@ class _Joining:
         elements = elements or CHUNK_ELEMENTS
         for first in range(begin, begin + count, elements):
             last = min(begin + count, first + elements)
-            self._chunk(number, place, weight, first, last, begin)
+            self._chunk(number, place, updated, first, last)
 
     def _share(self, row: Row) -> int:
         """Bytes for one chunk of all operands of a row."""
@@ -250,19 +267,20 @@ class _Joining:
         return max(self.room_bytes // LANES, min(least, self.room_bytes // FEWEST_LANES))
 
     def _chunk(
-        self, late: int, place: int, weight: Register, first: int, last: int, begin: int
+        self, late: int, place: int, updated: ReadValue | Register, first: int, last: int
     ) -> None:
-        """Add the update of elements [first, last), where those of `weight` begin at `begin`."""
+        """Add the update of elements [first, last); `updated` as of `_chunks`."""
         update, number = self.late.updates[late], len(self.regions)
-        row = update.row
+        row, in_parts = update.row, isinstance(updated, ReadValue)
         registers = []
         for n, column in enumerate(row.columns):
-            if n == place:
-                registers.append(weight)
+            if n == place and not isinstance(updated, ReadValue):
+                registers.append(updated)
                 continue
             registers.append(self._register())
+            whole = updated if n == place and isinstance(updated, ReadValue) else None
             width = column.dtype.itemsize
-            lasting = column.lasting or column.blank
+            lasting = column.lasting or column.blank or whole is not None
             if not lasting:
                 _, others = self.gradients.get(column.entry, (0, ()))
                 self.gradients[column.entry] = number, (*others, registers[-1])
@@ -278,37 +296,38 @@ class _Joining:
                     number,
                     lasting,
                     written=number if column.writes else None,
-                    reach=not column.eased,
+                    reach=whole is None and not column.eased,
                     start=number,
+                    part_of=None if whole is None else whole.register,
                 )
             )
         plains = [Register(self.before.outline.registers + plain) for plain in row.plains]
-        region = _region(update, place, first, last, begin)
+        region = _region(update, None if in_parts else place, first, last)
         self.regions.append(
             Run(region, (*registers, *plains), (), late=LateChunk(late, first, last))
         )
 
 
-def _region(update: LateUpdate, place: int, first: int, last: int, begin: int) -> Region:
+def _region(update: LateUpdate, whole: int | None, first: int, last: int) -> Region:
     """The region of a chunk of a late update. It takes as long as that chunk in a step, and its
     costs are the same.
 
-    place  which column is given whole, from element `begin` on
+    whole  which column is given whole; None: of each it is given the chunk
     """
     columns = tuple(replace(column, resident=False) for column in update.row.columns)
     made = chunk_region(update.name, replace(update.row, columns=columns), first, last)
-    call = partial(_update_within, update.row.compute, place, first, last, begin)
-    return replace(made, text=update.row.columns[update.weight].name, call=call)
+    made = replace(made, text=update.row.columns[update.weight].name)
+    if whole is None:
+        return made
+    return replace(made, call=partial(_update_within, update.row.compute, whole, first, last))
 
 
 def _update_within(
-    compute: ChunkFunction, place: int, first: int, last: int, begin: int, *values: Any
+    compute: ChunkFunction, place: int, first: int, last: int, *values: Any
 ) -> tuple[Any, ...]:
-    """Compute elements [first, last) of a row, of one of whose columns a value is given that begins
-    at element `begin`."""
+    """Compute elements [first, last) of a row, of one of whose columns all are given."""
     given = list(values)
     whole: Tensor = given[place]
-    offset = whole.storage_offset() + first - begin
-    given[place] = whole.as_strided((last - first,), (1,), offset)
+    given[place] = whole.as_strided((last - first,), (1,), whole.storage_offset() + first)
     compute(first, last, given)
     return ()

@@ -42,9 +42,16 @@ def lower(program: RegionProgram) -> Schedule:
     c: read in place by 1                         wait a; run 0; free a
                                             ->    wait b; borrow c; run 1; free b
 
-    What a late update has written is stored behind that, while others read it. Where ranks hold
-    shares, a fetch brings this rank's, and all ranks gather the others behind it; a gradient is
-    exchanged before it goes home:
+    What a late update has written is stored behind that, while others read it. A value that comes
+    in parts has one slot for each, side by side, over which the whole is read:
+
+    a: [0, 8K), of parts [0, 4K), [4K, 8K)        fetch a -> [0, 4K); fetch a -> [4K, 8K)
+       updated by 0 and 1, read by 2        ->    wait the first; run 0; store it
+                                                  wait the other; run 1; store it
+                                                  wait [0, 8K); run 2; free both
+
+    Where ranks hold shares, a fetch brings this rank's, and all ranks gather the others behind it;
+    a gradient is exchanged before it goes home:
 
     a: a share of [0, 2K)                         agree; fetch a -> [0, 2K)
     after 0: the gradient of a, shared      ->    gather a -> [0, 4K)
@@ -114,13 +121,18 @@ class _Lowering:
         in_place: dict[int, list[ReadValue]] = defaultdict(list)
         shares: dict[int, list[ReadValue]] = defaultdict(list)
         written: dict[int, list[ReadValue]] = defaultdict(list)
+        parts: dict[Register, list[ReadValue]] = defaultdict(list)
         for value in self._program.values:
             if value.in_place:
-                in_place[value.first].append(value)
+                in_place[value.read_whole].append(value)
             else:
-                starting[value.start].append(value)
                 arriving[value.read_whole].append(value)
-                leaving[value.last].append(value)
+                if value.part_of is None:
+                    leaving[value.last].append(value)
+                else:
+                    parts[value.part_of].append(value)
+                if not value.in_parts:
+                    starting[value.start].append(value)
                 if value.written is not None:
                     written[value.written].append(value)
                 if value.share is not None and value.share.register is not None:
@@ -146,7 +158,8 @@ class _Lowering:
                 rows.append(gather)
                 arrived[value.register] = gather.ticket
             for value in sorted(arriving[n], key=_order):
-                ticket, slot = arrived[value.register], _slot_of(value)
+                brought, slot = parts.get(value.register, [value])[-1], _slot_of(value)
+                ticket = arrived[brought.register]
                 rows.append(Wait(ticket, slot, value.layout, value.register, value.name))
             for v in in_place[n]:
                 rows.append(Borrow(v.entry, v.begin, v.layout, v.register, v.writes, v.name))
@@ -158,7 +171,8 @@ class _Lowering:
                 slot = _slot_of(value)
                 if value.kept_in is not None:
                     self._keep(value, slot, n)
-                rows.append(Free(slot, value.register, value.name))
+                for part in parts.get(value.register, [value]):
+                    rows.append(Free(_slot_of(part), value.register, value.name))
                 self._read.put(slot.address, slot.end, n)
                 self._taken_bytes -= slot.nbytes
         self._depart(len(self._program.regions))

@@ -1,8 +1,8 @@
 """Starts each fetch early enough to be there in time, and no earlier than the budget allows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from zcompile.ir.schedule import ReadValue, RegionProgram
+from zcompile.ir.schedule import ReadValue, RegionProgram, Register
 from zcompile.ir.types import aligned
 from zcompile.memory.allocator import live_peak
 from zcompile.memory.window import Need, blocks_of, check_fits, in_place, quickly_packed
@@ -15,15 +15,18 @@ def schedule_prefetch(program: RegionProgram, max_lead: int) -> RegionProgram:
         b: read by region 1, starts before 1    ->    b: read by region 1, starts before 0
 
     Of a tensor that ranks hold shares of, all are gathered as soon as this rank's is there, and
-    updated, but not before those that are read earlier.
+    updated, but not before those that are read earlier. A part of a value comes with what is read
+    beside it, once the slot of the whole is taken.
 
     max_lead  regions that a fetch may start ahead of its first reader; 0 leaves each right there
     raises    BudgetExceeded, if what regions read together does not fit the arena
     """
-    needs = [Need(v.name, v.first, v.last, v.nbytes) for v in program.fetched]
+    needs = [Need(v.name, v.first, v.last, v.nbytes) for v in program.slotted]
     where = program.outline.phase.value
     starts = iter(choose_starts(needs, program.budget_bytes, max_lead, where))
-    values = [v if v.in_place else v._replace(start=next(starts)) for v in program.values]
+    slotted = {v.register: next(starts) for v in program.slotted}
+    values = [v._replace(start=slotted.get(v.register, v.start)) for v in program.values]
+    values = _parts_beside(values, slotted)
     gathers = _in_order_of_readers(values)
     return program.with_values(
         v if v.share is None else v._replace(gather=gathers[v.share.order]) for v in values
@@ -64,6 +67,25 @@ def choose_starts(
         else:
             high = allowance
     return best
+
+
+def _parts_beside(values: Sequence[ReadValue], slotted: Mapping[Register, int]) -> list[ReadValue]:
+    """The values, of which parts start with the earliest value that is read first by the same
+    region, but not before the whole.
+
+    slotted  register of a value with a slot of its own -> the region before which it starts
+    """
+    soonest: dict[int, int] = {}
+    for v in values:
+        if v.register in slotted:
+            soonest[v.first] = min(v.start, soonest.get(v.first, v.start))
+
+    def placed(v: ReadValue) -> ReadValue:
+        if v.in_place or v.part_of is None:
+            return v
+        return v._replace(start=max(slotted[v.part_of], soonest.get(v.first, v.first)))
+
+    return list(map(placed, values))
 
 
 def _in_order_of_readers(values: Sequence[ReadValue]) -> dict[int, int]:

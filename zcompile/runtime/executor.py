@@ -648,6 +648,8 @@ class _Call:
                 continue
             instruction = instructions[index]
             if timed:
+                if seconds := watch.delay_s(index):
+                    self._delay_compute(seconds)
                 watch.begins(index)
             actions[type(instruction)](self, instruction)
             if timed:
@@ -944,6 +946,14 @@ class _Call:
         until()
         self.lap = device.stamp()
         meter.span("stall", before, self.lap, self.walk)
+
+    def _delay_compute(self, seconds: float) -> None:
+        """Let compute do nothing for so long, which counts as nothing."""
+        device = self.store.device
+        assert device.streams is not None, "compute runs beside the host"
+        self.store.meter.span(self._account, self.lap, device.stamp(), self.walk)
+        device.streams.delay_compute(seconds)
+        self.lap = device.stamp()
 
     def _send_updates(self) -> None:
         """After an error: send home what late updates have written whole."""

@@ -196,6 +196,7 @@ class CallMemory:
         self._levels = iter(levels)
         given = [*holds.given]
         rows = live_memory.exchange((), (values[r] for r in given))
+        self._lent = live_memory.exchange((), (values[r] for r in holds.lent))
         self._rows: dict[int, LiveStorages] = dict(zip(given, rows, strict=True))
 
     def rises(self) -> LiveBytes:
@@ -246,8 +247,9 @@ class CallMemory:
 
     def abandon(self) -> None:
         """Drop all storages of the call."""
-        rows, self._rows = self._rows, {}
-        self._live_memory.exchange(rows.values(), ())
+        rows = [*self._rows.values(), *self._lent]
+        self._rows, self._lent = {}, []
+        self._live_memory.exchange(rows, ())
 
 
 # --- Gradients in flight ---

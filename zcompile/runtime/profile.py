@@ -9,6 +9,14 @@ of the device time the regions of the first walks, and are read when costs are a
 such walks time what compute waits for, too: a walk that is not timed has two events, and its time
 divides as that of the last one that was (`runtime/meter.py::Meter.span`).
 
+What lies between two events is the device's own time only if the host was *ahead*: if it had
+enqueued the whole region before the device came to the first event. Else the device may have waited
+for the host within, which takes longer than the device for most regions of a small model; such a
+sample is an upper bound, and counts only as long as there is no other. Therefore a region that no
+sample with the host ahead is known of is delayed on the device for longer than the host took to
+enqueue it before (`Clocks.delay_s`). The delay has an end of its own and waits for nobody: an op
+that waits for the device, or whose kernel is loaded meanwhile, is late, and nothing worse.
+
 One figure stands for many samples of one thing (`Samples`): the mean of the last RECENT counts, of
 which none counts for more than MOST times their median. A step is the sum of hundreds of such times
 and comes near the sum of their means: noise only ever adds, so medians or minima would sum up to
@@ -23,7 +31,7 @@ planning (`Clocks.set_aside`).
 """
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -394,6 +402,10 @@ class Samples:
         """The least of the last samples."""
         return min(self._times[key])
 
+    def median(self, key: object) -> float:
+        """The median of the last samples."""
+        return median(self._times[key])
+
     def means(self) -> dict[object, float]:
         return {key: _mean(times) for key, times in self._times.items()}
 
@@ -416,6 +428,13 @@ FIRST = 8
 """Walks of a schedule that are all timed."""
 EVERY = 16
 """Of later walks one in so many is timed."""
+ENOUGH = 3
+"""Samples of a region with the host ahead, from which on it is delayed no more."""
+DELAY_MARGIN = 2.0
+"""A region is delayed for so many times what the host took before to enqueue it."""
+MOST_DELAY_S = 20e-3
+"""Of one region. It was enqueued once before, when its kernels may have been loaded, which takes
+longer than it ever will again."""
 MOST_UNHEARD = 4096
 """Regions that the host has computed of late, and that nobody has looked at."""
 STEPS = 16
@@ -440,6 +459,32 @@ class Walked:
     ends: tuple[float, ...]
     stalls: Mapping[int, float]
     levels: tuple[Levels, ...] = ()
+
+
+class WalkEnd(NamedTuple):
+    """When the walk of a call ended.
+
+    at_s  of the host's time without what is no part of gaps
+    """
+
+    name: str
+    phase: Phase
+    at_s: float
+
+
+class DeviceSample(NamedTuple):
+    """A region was enqueued between two stamps of a device that computes beside the host.
+
+    cold   the region ran for the first time
+    ahead  all of it was enqueued before the device came to `begin`; not known of a cold one, in
+           which kernels may be tried out
+    """
+
+    region: Region
+    begin: Stamp
+    end: Stamp
+    cold: bool
+    ahead: bool
 
 
 class Compiling:
@@ -513,16 +558,26 @@ class Clocks:
         self.whole_steps, self.whole_s = 0, 0.0
         self._walks: dict[int, int] = {}
         self._regions, self._idle_regions = Samples(), Samples()
+        self._region_bounds = Samples()
+        """Upper bounds: of the device, which may have waited for the host meanwhile."""
+        self._timed_ahead: Counter[str] = Counter()
+        """By the key of a region: samples of the device with the host ahead."""
         self._alike: dict[str, dict[str, int]] = {}
         self._launches = Samples()
         self._issues = Samples()
         self._waiting: set[object] = set()
         """Keys of `_issues` whose instructions may have to wait for a transfer."""
         self._gaps = Samples()
-        self._unread: deque[tuple[Region, Stamp, Stamp, bool]] = deque()
+        self._unread: deque[DeviceSample] = deque()
         self._unheard: deque[tuple[Region, float, bool]] = deque(maxlen=MOST_UNHEARD)
         """What the host has computed beside calls, as its thread tells."""
-        self._last: tuple[str, float] | None = None
+        self._last: WalkEnd | None = None
+        self._before_step: WalkEnd | None = None
+        """The last walk before those of an optimizer's step."""
+        self._step_names: set[str] = set()
+        """Calls of that step so far."""
+        self._aside_s = 0.0
+        """Seconds between walks that are no part of gaps, in all."""
         self._is_aside = False
         self._step_began: float | None = None
         self._steps: deque[float] = deque(maxlen=RECENT)
@@ -575,29 +630,45 @@ class Clocks:
         """A walk of this schedule is next: what comes until it begins is no part of the gap."""
         if self._last is None or self._is_aside:
             return
-        (before, ended), self._last = self._last, None
-        between = before, call_name(schedule)
-        seconds = COMPILING.without() - ended
+        before, self._last = self._last, None
+        name = call_name(schedule)
+        self._note_gap(before, name)
+        if schedule.phase is not Phase.STEP:
+            self._before_step = None
+        elif before.phase is not Phase.STEP:
+            self._before_step, self._step_names = before, {name}
+        elif self._before_step is not None and name not in self._step_names:
+            # A step may make this call without those before it, as the one that a plan was made
+            # with: only a gradient that stays is clipped by a call of its own, and no other does.
+            self._note_gap(self._before_step, name)
+            self._step_names.add(name)
+
+    def _note_gap(self, before: "WalkEnd", name: str) -> None:
+        """A walk of this name begins, some time after the walk `before`."""
+        between = before.name, name
+        seconds = self._between_s() - before.at_s
         self._gaps.note(between, seconds, cold=not self._gaps.knows(between))
+
+    def _between_s(self) -> float:
+        """Time of the host, without what is no part of gaps."""
+        return COMPILING.without() - self._aside_s
 
     def waited_between(self, seconds: float) -> None:
         """The host waited for a transfer since the last walk: that is no part of the gap."""
-        if self._last is not None:
-            self._last = self._last[0], self._last[1] + seconds
+        if not self._is_aside:
+            self._aside_s += seconds
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Whatever is done in here between two walks, other walks included, is no part of the gap
         between them: planning, which takes longer than a step, comes again in hardly any."""
-        last, begin, self._is_aside = self._last, COMPILING.without(), True
+        last, begin, self._is_aside = self._last, self._between_s(), True
         try:
             yield
         finally:
             self._is_aside = False
-            if last is None or self._last is None:
-                self._last = None
-            else:
-                self._last = last[0], last[1] + COMPILING.without() - begin
+            self._aside_s += self._between_s() - begin
+            self._last = None if self._last is None else last
 
     def stepped(self) -> None:
         """An optimizer is done: the next forward begins a step."""
@@ -611,13 +682,13 @@ class Clocks:
         machine  as it was probed; its links are brought to what they did in the last steps
         """
         while self._unread:
-            region, begin, end, cold = self._unread.popleft()
-            self._ran(region, begin.until(end), cold)
+            region, begin, end, cold, ahead = self._unread.popleft()
+            self._ran(region, begin.until(end), cold, ahead)
         for region, seconds, cold in [self._unheard.popleft() for _ in range(len(self._unheard))]:
             self._ran(region, seconds, cold)
         for nbytes, busy_s in self._rates:
             machine = remeasured(machine, nbytes, busy_s)
-        regions = self._regions.means()
+        regions = self._region_bounds.leasts() | self._regions.means()
         waits = {key: s for key, s in self._issues.leasts().items() if key in self._waiting}
         return Costs(
             machine,
@@ -630,7 +701,7 @@ class Clocks:
             launches=self._launches.means(),
             issues=self._issues.means() | waits,
             gaps=self._gaps.medians(),
-            idle=self._regions.leasts() | self._idle_regions.means(),
+            idle=self._region_bounds.leasts() | self._regions.leasts() | self._idle_regions.means(),
         )
 
     def hears_of(self, schedule: Schedule) -> Callable[[Region, float], None]:
@@ -670,11 +741,11 @@ class Clocks:
 
     def forget(self) -> None:
         """Something else was done meanwhile: the time until the next call is no gap."""
-        self._last = self._step_began = None
+        self._last = self._before_step = self._step_began = None
 
     def over(self, schedule: Schedule) -> None:
         """A walk ended well."""
-        self._last = call_name(schedule), COMPILING.without()
+        self._last = WalkEnd(call_name(schedule), schedule.phase, self._between_s())
 
     def learn(
         self,
@@ -717,15 +788,31 @@ class Clocks:
             walked = Walked(schedule, tuple(begins), tuple(ends), stalls, tuple(levels))
             self._step.append(walked)
 
-    def _ran(self, region: Region, seconds: float, cold: bool) -> None:
-        self._regions.share(region, seconds, cold)
+    def _ran(self, region: Region, seconds: float, cold: bool, ahead: bool = True) -> None:
+        """A region took so long; where the device was timed without the host `ahead`, at most."""
+        samples = self._regions if ahead else self._region_bounds
+        samples.share(region, seconds, cold)
         if region.like:
             self._alike.setdefault(region.like, {})[region.key] = region.work.nbytes
 
-    def timed(self, schedule: Schedule, stamps: list[tuple[Region, Stamp, Stamp]]) -> None:
-        """Regions were timed on the device; their stamps are read later."""
-        cold = self._is_cold(schedule)
-        self._unread.extend((region, begin, end, cold) for region, begin, end in stamps)
+    def timed(self, schedule: Schedule, region: Region, begin: Stamp, end: Stamp) -> None:
+        """A region of a walk was just enqueued between two stamps, which are read later."""
+        new = not self._launches.knows(region.key)  # else another schedule has walked it before
+        cold = new and self._is_cold(schedule)
+        ahead = not (cold or begin.passed())
+        self._unread.append(DeviceSample(region, begin, end, cold, ahead))
+        self._timed_ahead[region.key] += ahead
+
+    def delay_s(self, region: Region) -> float:
+        """Seconds for which the device should do nothing before a region, so that the host is ahead
+        when the device comes to it; 0: what the device takes is known, or it is the first time.
+
+        A joined region is not delayed: its parts were timed alone before.
+        """
+        known = self._timed_ahead[region.key] >= ENOUGH
+        if region.parts or known or not self._launches.knows(region.key):
+            return 0.0
+        return min(DELAY_MARGIN * self._launches.median(region.key), MOST_DELAY_S)
 
     def _is_cold(self, schedule: Schedule) -> bool:
         """Whether this was the first walk of a schedule."""
@@ -749,6 +836,11 @@ class Timer:
     def hand_over(self, given: Iterable[int]) -> None:
         """The fetches with these tickets were in flight before the walk began."""
         self.given = frozenset(given)
+
+    def delay_s(self, index: int) -> float:
+        """Seconds for which compute should do nothing before instruction `index`, which is next, so
+        that the device's own time of it can be told."""
+        return 0.0
 
     def begins(self, index: int) -> None:
         """Instruction `index` is next."""
@@ -809,24 +901,27 @@ class DeviceTimer(HostTimer):
     def __init__(self, clocks: Clocks, schedule: Schedule, stamp: Callable[[], Stamp]) -> None:
         super().__init__(clocks, schedule)
         self._stamp = stamp
-        self._stamps: list[tuple[Region, Stamp, Stamp]] = []
         self._open: Stamp | None = None
 
-    def begins(self, index: int) -> None:
+    def _region_at(self, index: int) -> Region | None:
+        """The region that the device computes at an instruction."""
         x = self.schedule.effects[index]
-        if x.region is not None and not x.on_host:
+        return None if x.on_host else x.region
+
+    def delay_s(self, index: int) -> float:
+        region = self._region_at(index)
+        return 0.0 if region is None else self.clocks.delay_s(region)
+
+    def begins(self, index: int) -> None:
+        if self._region_at(index) is not None:
             self._open = self._stamp()
         super().begins(index)
 
     def ends(self, index: int) -> None:
         super().ends(index)
-        x = self.schedule.effects[index]
-        if x.region is not None and not x.on_host and self._open is not None:
-            self._stamps.append((x.region, self._open, self._stamp()))
-
-    def over(self) -> None:
-        super().over()
-        self.clocks.timed(self.schedule, self._stamps)
+        region = self._region_at(index)
+        if region is not None and self._open is not None:
+            self.clocks.timed(self.schedule, region, self._open, self._stamp())
 
 
 def nobody_looks() -> None:

@@ -238,7 +238,8 @@ class StepScratchUse:
 
     def need(self, schedule: Schedule) -> None:
         """Note a step schedule that was lowered for the scratch."""
-        if schedule.scratch_at and not self._scratch.need(schedule.arena_bytes):
+        slots = {(f.slot.address, f.slot.nbytes) for f in schedule.fetches()}
+        if schedule.scratch_at and not self._scratch.need(slots):
             self.leave()
 
     def open(self, schedule: Schedule) -> bool:
@@ -261,11 +262,12 @@ class StepScratchUse:
 
     def leave(self) -> None:
         """Give the memory back to the device: the host waits until nothing reads it."""
-        memory, begin = self._scratch.memory, perf_counter()
-        if memory is None:
+        pieces, begin = self._scratch.pieces, perf_counter()
+        if not pieces:
             return
-        for ticket in self._pending_reads.of(memory):
-            cast(InFlight, ticket).memory_heard().wait_finished()
+        for _, memory in pieces:
+            for ticket in self._pending_reads.of(memory):
+                cast(InFlight, ticket).memory_heard().wait_finished()
         self._scratch.close()
         seconds = perf_counter() - begin
         self._store.meter.add("stall", seconds)
@@ -325,14 +327,15 @@ class Collaborators:
 class Repeat:
     """One call of a list op as it was: what its rows depend on, and what became of it.
 
-    entries, inputs  which operands they are, in the order in which `schedule` counts them
+    entries, inputs  which operands they are, in the order in which `schedule` counts them; a pair
+                     is a copy of an operand in another dtype
     written          the entries it writes, among the operands
     operands         what the next call is compared with first (`eager/repeats.py`)
     """
 
     known: tuple[object, ...]
     schedule: Schedule
-    entries: tuple[int, ...]
+    entries: tuple[int | tuple[int, int], ...]
     inputs: tuple[int, ...]
     written: tuple[int, ...]
     operands: Any = None

@@ -36,6 +36,7 @@ instruction.
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -124,6 +125,16 @@ class SlotUse:
     def name(self) -> str:
         return self.taker.name
 
+    def goes_on_from(self, before: "SlotUse") -> bool:
+        """Whether it brings the bytes of an entry that follow those of another, which fill their
+        slot."""
+        mine, its = self.taker.home, before.taker.home
+        if mine is None or its is None or self.gathered or before.gathered:
+            return False
+        if before.filled != before.slot.nbytes or self.taker.slot_begin or before.taker.slot_begin:
+            return False
+        return mine._replace(begin=its.begin, end=its.end) == its and mine.begin == its.end
+
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether those bytes of the slot were brought: of a share, as long as it is not gathered,
         no others."""
@@ -168,7 +179,8 @@ class Walk:
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
         self.made_at |= dict.fromkeys(schedule.operands, begun)
         self.made_at |= {register: begun for register, _ in schedule.constants}
-        self.bound: dict[Register, SlotUse] = {}
+        self.bound: dict[Register, tuple[SlotUse, ...]] = {}
+        """The slots that each lies over."""
         self.borrowed: dict[Register, Span] = {}
         self.written_in_place: dict[Register, Span] = {}
         self.lent_to_host: set[Register] = set()
@@ -227,6 +239,18 @@ class Walk:
         if slot not in self.taken:
             raise self.fail(f"{name!r} has no slot {slot} that is taken here")
         return self.taken[slot]
+
+    def uses_under(self, slot: Slot, name: str) -> tuple[SlotUse, ...]:
+        """The use that a slot has now, or those of the parts of a value, side by side in it."""
+        parts = [u for u in self.taken.values() if slot.address <= u.slot.address < slot.end]
+        if slot in self.taken or not parts:
+            return (self.use_of(slot, name),)
+        parts.sort(key=lambda use: use.slot.address)
+        ends = [slot.address, *(use.slot.end for use in parts)]
+        fill = [use.slot.address for use in parts] == ends[:-1] and ends[-1] == slot.end
+        if not fill or not all(use.goes_on_from(before) for before, use in pairwise(parts)):
+            raise self.fail(f"{name!r} lies over parts that do not follow each other")
+        return tuple(parts)
 
     def forget(self, register: Register) -> None:
         """Drop a register: it must not be read any more."""
@@ -420,10 +444,10 @@ class Proof:
             if register in walk.parts:
                 raise walk.fail(f"register {register} is exchanged, and computed with as a value")
             if register in walk.bound:
-                use = walk.bound[register]
-                if use.gathered and x.updates:
-                    raise walk.fail(f"{use.name!r} is updated after it is gathered")
-                self._touch(walk, use, x.updates or walk.schedule.phase is Phase.STEP)
+                for use in walk.bound[register]:
+                    if use.gathered and x.updates:
+                        raise walk.fail(f"{use.name!r} is updated after it is gathered")
+                    self._touch(walk, use, x.updates or walk.schedule.phase is Phase.STEP)
             elif register in walk.written_in_place:
                 self._homes.write_in_place(walk.written_in_place[register], self.now)
 
@@ -528,7 +552,7 @@ class Proof:
         use.freed = True
         # Views of the value may have been read by later regions than the value itself.
         use.touched = max(use.touched, walk.last_run)
-        for register in [r for r, bound in walk.bound.items() if bound is use]:
+        for register in [r for r, bound in walk.bound.items() if use in bound]:
             walk.forget(register)
         del walk.taken[use.slot]
         self.taken -= use.slot.nbytes
@@ -536,14 +560,19 @@ class Proof:
     def _view(self, walk: Walk, x: Effects) -> None:
         """Let registers lie over the bytes of a slot, which are there by now."""
         assert x.views is not None
-        use = walk.use_of(x.views, x.name)
+        uses = walk.uses_under(x.views, x.name)
+        *parts, use = uses
         # The bytes of a fetch are not those of another, though both be over.
         other = bool(x.after) and use.taker.lane is IN and use.brought not in walk.after(x.after)[1]
-        if other or not use.brought.ended_by(self.now):
+        late = [use] if other else [u for u in uses if not u.brought.ended_by(self.now)]
+        if late:
             waits = " and ".join(map(str, x.after)) or "none"
-            raise walk.fail(f"it waits for ticket {waits}, the bytes come with {use.taker.ticket}")
-        if not use.holds(x.slot_begin, x.nbytes):
-            raise walk.fail(f"{x.name!r} reads {x.nbytes} bytes {_brought(x, use)}")
+            raise walk.fail(
+                f"it waits for ticket {waits}, the bytes come with {late[0].taker.ticket}"
+            )
+        nbytes = x.nbytes - sum(part.slot.nbytes for part in parts)
+        if not use.holds(x.slot_begin, nbytes):
+            raise walk.fail(f"{x.name!r} reads {nbytes} bytes {_brought(x, use)}")
         copied = walk.copy_dtype(use.taker)
         if copied is not None and x.viewed_as is not copied:
             raise walk.fail(f"{x.name!r} is read as {x.viewed_as}, and is a copy in {copied}")
@@ -555,7 +584,7 @@ class Proof:
                     "gathers is not that of their readers, as it is on other ranks"
                 )
             walk.unread.pop(0)
-        walk.bound |= dict.fromkeys(x.defines, use)
+        walk.bound |= dict.fromkeys(x.defines, uses)
 
     def _borrow(self, walk: Walk, x: Effects, span: Span) -> None:
         """Let registers lie over bytes of an entry where they rest."""

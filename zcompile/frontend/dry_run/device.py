@@ -133,6 +133,9 @@ class DryRunDevice:
     def allocate(self, nbytes: int) -> Tensor:
         return blank((nbytes,), (1,), torch.uint8)
 
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        return [self.allocate(nbytes) for nbytes in sizes]
+
     def give_back_unused(self) -> None:
         return
 

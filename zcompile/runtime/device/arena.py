@@ -14,9 +14,10 @@ where that is small.
 
 import gc
 import threading
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ class Arena:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the arena, or in its step scratch."""
-        return lies_in(tensor, self._memory) or lies_in(tensor, self.scratch.memory)
+        return lies_in(tensor, self._memory) or self.scratch.holds(tensor)
 
     def window(self, tensor: Tensor) -> Tensor:
         """The same bytes, as a view that does not keep the storage of `tensor` alive if that lies
@@ -141,7 +142,7 @@ class Arena:
         if not self.is_apart(tensor):  # a slot, as most are: its storage is nobody's to keep
             return tensor, True
         window = self.window(tensor)
-        return window, window is not tensor or lies_in(tensor, self.scratch.memory)
+        return window, window is not tensor or self.scratch.holds(tensor)
 
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot: uint8 [nbytes], the same object each time, so nobody may
@@ -451,53 +452,83 @@ class StepScratch:
     """Device memory outside the arena that an optimizer's step may use; its addresses follow the
     arena's.
 
+    It is allocated in pieces: slots that overlap lie in one, as those of one chunk after the other
+    do. What activations leave of torch's allocator is in pieces, between gradients that stay; for
+    one piece as large as all slots it would reserve as much again.
+
     room    the addresses that may be used; none, if it has no bytes
-    memory  allocated while a step may use it, else None
+    pieces  address and memory of each, in order, while a step may use them; else none
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self.room = NO_ROOM
-        self.memory: Tensor | None = None
-        self._needed = self._had = 0
+        self.pieces: tuple[tuple[int, Tensor], ...] = ()
+        self._needed: list[tuple[int, int]] = []
+        """Ranges (begin, end) of slots, ordered; those that overlap are one."""
+        self._most_bytes = 0
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
     def plan(self, room: StepRoom) -> None:
         """Let steps use the addresses of `room` from here on."""
-        assert self.memory is None, "somebody is in it"
-        self.room, self._needed = room, 0
+        assert not self.pieces, "somebody is in it"
+        self.room, self._needed = room, []
 
-    def need(self, end: int) -> bool:
-        """Note that slots of a schedule end at the address `end`; False, if more is needed than
-        allocated."""
-        self._needed = max(self._needed, end - self.room.begin)
-        return self.memory is None or self._needed <= self.memory.numel()
+    def need(self, slots: Iterable[tuple[int, int]]) -> bool:
+        """Note slots (address, bytes) of a schedule; False, if memory is open that lacks one."""
+        for address, nbytes in slots:
+            begin, end = address, address + nbytes
+            apart = []
+            for low, high in self._needed:
+                if low < end and begin < high:
+                    begin, end = min(begin, low), max(end, high)
+                else:
+                    apart.append((low, high))
+            self._needed = sorted([*apart, (begin, end)])
+        return not self.pieces or all(self.has(begin, end - begin) for begin, end in self._needed)
 
     def open(self) -> None:
         """Allocate what schedules need. raises  DeviceTooSmall"""
-        if self.memory is None:
-            if self._needed > self._had:
-                # What activations leave is in pieces, and this is one piece: they go back, and the
-                # next forward takes its activations of this, when it is free.
-                self._device.give_back_unused()
-                self._had = self._needed
-            self.memory = self._device.allocate(self._needed)
+        if self.pieces:
+            return
+        sizes = [end - begin for begin, end in self._needed]
+        if sum(sizes) > self._most_bytes:
+            # What is free goes back, and is asked for again in these sizes; the next forward has
+            # its activations in it.
+            self._device.give_back_unused()
+            self._most_bytes = sum(sizes)
+        memory = self._device.allocate_each(sizes)
+        self.pieces = tuple(
+            (begin, piece) for (begin, _), piece in zip(self._needed, memory, strict=True)
+        )
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in it."""
+        return any(lies_in(tensor, piece) for _, piece in self.pieces)
 
     def has(self, address: int, nbytes: int) -> bool:
         """Whether a planned slot lies in the open memory."""
-        memory, at = self.memory, address - self.room.begin
-        return memory is not None and at >= 0 and at + nbytes <= memory.numel()
+        return self._find(address, nbytes) is not None
+
+    def _find(self, address: int, nbytes: int) -> Tensor | None:
+        """The bytes of a slot, if they are there: uint8 [nbytes]."""
+        at = bisect_right(self.pieces, address, key=itemgetter(0)) - 1
+        if at < 0:
+            return None
+        begin, piece = self.pieces[at]
+        begin = address - begin
+        return piece[begin : begin + nbytes] if begin + nbytes <= piece.numel() else None
 
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot, which it has: uint8 [nbytes]; as `Arena.slot`."""
         known = address, nbytes
         slot = self._slots.get(known)
         if slot is None:
-            memory, at = self.memory, address - self.room.begin
-            assert memory is not None, "it is open"
             with torch.inference_mode(False), without_modes():  # as of `Arena.view`
-                slot = self._slots[known] = memory[at : at + nbytes]
+                slot = self._find(address, nbytes)
+            assert slot is not None, "it is open"
+            self._slots[known] = slot
         return slot
 
     def view(self, address: int, layout: Layout) -> Tensor:
@@ -511,7 +542,7 @@ class StepScratch:
 
     def close(self) -> None:
         """Free the memory. The caller knows that nothing uses it."""
-        self.memory = None
+        self.pieces = ()
         self._slots.clear()
         self._views.clear()
 

@@ -83,6 +83,10 @@ class CopyStreams(Protocol):
         """Memory of the host that compute copies to without holding the host up: [numel]. It is not
         lent to others while such a copy is on its way."""
 
+    def delay_compute(self, seconds: float) -> None:
+        """Let compute that this thread submits from here on begin about so much later, and never
+        much more, whatever the host does; nobody waits for that here."""
+
     def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
         """Run a job that waits for marks of this direction in the thread that hears of the ends of
         its copies, after those that it was given before."""
@@ -116,6 +120,10 @@ class Device(Protocol):
 
         raises  DeviceTooSmall
         """
+
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Memory for the step scratch: uint8 [n] for each of `sizes`, which need not lie together;
+        as `allocate`."""
 
     def give_back_unused(self) -> None:
         """Return memory of the device that is free, and kept for what is allocated next, to the

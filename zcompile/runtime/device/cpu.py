@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -72,6 +73,10 @@ class CpuDevice:
         if nbytes > machine_bytes():
             raise DeviceTooSmall("cpu", nbytes, machine_bytes())
         return host_pages(nbytes)
+
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        together = self.allocate(sum(sizes))
+        return [together[end - n : end] for n, end in zip(sizes, accumulate(sizes), strict=True)]
 
     def give_back_unused(self) -> None:
         """Nothing to do: memory goes back to the system when it is freed."""

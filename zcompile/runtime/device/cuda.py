@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zcompile.errors import ConfigInvalid, DeviceTooSmall, Unsupported
 from zcompile.ir.ties import Watch
-from zcompile.ir.torch_compat import use_expandable_segments
+from zcompile.ir.torch_compat import spin, use_expandable_segments
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
 from zcompile.runtime.device.pages import copy_bytes, host_pages
@@ -25,6 +25,11 @@ from zcompile.runtime.transfer.ticket import Ticket, Worker, start_workers
 
 _CUDA: Any = torch.cuda
 """`torch.cuda`, whose streams and events carry no annotations in some torch versions we support."""
+
+
+SPIN_CYCLES_PER_S = 2e9
+"""Of a card's clock, which `spin` counts: an H100 has at most 1.98e9 a second, and no card twice
+that."""
 
 
 class _Here(threading.local):
@@ -82,11 +87,18 @@ class CudaDevice:
         return int(_CUDA.mem_get_info(self.torch_device)[0])
 
     def allocate(self, nbytes: int) -> Tensor:
+        (memory,) = self.allocate_each([nbytes])
+        return memory
+
+    def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
         try:
             with torch.inference_mode(False):  # as of `host_pages`
-                memory = torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+                memory = [
+                    torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+                    for nbytes in sizes
+                ]
         except torch.OutOfMemoryError as error:
-            raise DeviceTooSmall(str(self.torch_device), nbytes, self.free_bytes()) from error
+            raise DeviceTooSmall(str(self.torch_device), sum(sizes), self.free_bytes()) from error
         # Torch hands out memory again before compute is done that had it before: what compute does
         # next comes after that, and so have the copies to.
         compute = _CUDA.current_stream(self.torch_device)
@@ -262,6 +274,10 @@ class CudaDevice:
         self.enter_thread()
         # Of torch's allocator of pinned memory, which waits for copies that did not block.
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+
+    def delay_compute(self, seconds: float) -> None:
+        with _CUDA.device(self.torch_device):
+            spin(int(seconds * SPIN_CYCLES_PER_S))
 
     def wait_in_thread(self, direction: Direction, job: Callable[[], None]) -> None:
         self._reapers[direction].submit(job)

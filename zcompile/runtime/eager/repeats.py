@@ -3,8 +3,9 @@
 An optimizer calls `_fused_adamw_` on the same parameters and states in each step, with new
 gradients and another learning rate. What its rows and their schedule depend on is compared with
 what it was when they were made: the layout of each tensor, the kind of its entry, where that rests,
-and which changes are deferred of it, as clipping does; dtype, device and shape of plain tensors;
-the type of everything else; what there is to stream through. If any of it has changed, the rows are
+and which changes are deferred of it, as clipping does, whether it rests narrow, and which copies in
+other dtypes are written along with it; dtype, device and shape of plain tensors; the type of
+everything else; what there is to stream through. If any of it has changed, the rows are
 made anew. The number that clipping multiplies by is another one in each step, so it is an operand
 of the rows.
 
@@ -15,7 +16,7 @@ are new, and of plain operands.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, is_not
 from typing import Any, NamedTuple
 
@@ -24,14 +25,14 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zcompile.ir.optimizer_step import StepRoom
-from zcompile.ir.schedule import EntryIndex, Schedule
+from zcompile.ir.schedule import Cast, EntryIndex, Schedule
 from zcompile.ir.torch_compat import Dispatched
 from zcompile.ir.types import Layout
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.eager.rows import counts_writes_in_kernels, leaves_of
 from zcompile.runtime.host_updates import HostUpdates
 from zcompile.runtime.session import Repeat, Session, session_of
-from zcompile.runtime.store.store import Entry
+from zcompile.runtime.store.store import Entry, as_they_rest
 
 _LAYOUT = attrgetter("entry_layout")
 _STATE = attrgetter(
@@ -41,6 +42,9 @@ _STATE = attrgetter(
 ON_DEVICE = -1
 """Where `_STATE` tells whether it rests on the device."""
 LIST_OPS = ("aten::_foreach", "aten::_fused")
+Place = int | tuple[int, int]
+"""Of an entry in a call: the position of its operand; or that of another and a number, of a copy of
+that in another dtype."""
 MOST_REPEATS = 8
 """Repeats kept of calls with as many operands each: of groups of parameters of one size."""
 
@@ -54,6 +58,8 @@ class ListCall:
     leaves    its operands, lists taken apart; behind them those of deferred changes
     entries   those behind tiered operands: position -> entry
     changing  of those of which changes are deferred: position -> those of the changes' operands
+    narrow    of those that rest in a narrower dtype: position -> how
+    copies    those that have copies in other dtypes: position -> the dtype and entry of each
     known     what the rows and their schedule depend on
     mark      of `CHANGES`, before that was looked at
     before    the call that this one is a repeat of, if that is known
@@ -69,6 +75,8 @@ class ListCall:
     known: tuple[object, ...]
     mark: object
     before: Repeat | None = None
+    narrow: dict[int, Cast] = field(default_factory=dict)
+    copies: dict[int, list[tuple[torch.dtype, Entry]]] = field(default_factory=dict)
 
     def rerun(self) -> bool:
         """Run the call as an equal one was run before; False, if there was none."""
@@ -78,7 +86,7 @@ class ListCall:
             found = next((repeat for repeat in known if repeat.known == self.known), None)
         if found is None or not self.session.scratch_use.open(found.schedule):
             return False
-        if self.before is None:
+        if self.before is None and not self.copies:  # these change in every step
             found.keep(_kept_operands(self))
         leaves = self.leaves
         written = [leaves[at] for at in found.written]
@@ -86,12 +94,16 @@ class ListCall:
         if counts_writes_in_kernels(self.func):
             increment_version(written)
         inputs = [leaves[at] for at in found.inputs]
-        entries = [self.entries[at] for at in found.entries]
+        copying = [
+            (self.entries[at], dtype) for at, kept in self.copies.items() for dtype, _ in kept
+        ]
+        entries = self._entries_at(found.entries)
         changing = [
             (entry, entry.deferred, at in found.written)
             for at, entry in ((at, self.entries[at]) for at in self.changing)
         ]
-        self.session.late.run(found.schedule, inputs, entries, changing)
+        with as_they_rest(entries):
+            self.session.late.run(found.schedule, inputs, entries, changing, copying=copying)
         return True
 
     def learn(self, schedule: Schedule, entries: Sequence[Entry], inputs: Sequence[Any]) -> None:
@@ -101,33 +113,53 @@ class ListCall:
         if not alike or not all(
             a is b
             for a, b in (
-                *zip((self.entries[at] for at in tiered), entries, strict=True),
+                *zip(self._entries_at(tiered), entries, strict=True),
                 *zip((self.leaves[at] for at in plain), inputs, strict=True),
             )
         ):
             return  # it took something else along
+        if any(self.entries[at].narrow != cast for at, cast in self.narrow.items()):
+            return  # it was widened, to be written
         writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
-        written = tuple(at for n, at in enumerate(tiered) if EntryIndex(n) in writes)
+        written = tuple(
+            at for n, at in enumerate(tiered) if isinstance(at, int) and EntryIndex(n) in writes
+        )
         known = self.session.repeats.setdefault(self.kind, [])
         known.append(Repeat(self.known, schedule, tuple(tiered), tuple(plain), written))
         if len(known) > MOST_REPEATS:
             known.pop(0)
 
-    def _in_rows(self) -> tuple[list[int], list[int]]:
+    def _entries_at(self, places: Sequence[Place]) -> list[Entry]:
+        """The entries of operands, and of copies."""
+        found = []
+        for place in places:
+            if isinstance(place, int):
+                found.append(self.entries[place])
+            else:
+                at, number = place
+                found.append(self.copies[at][number][1])
+        return found
+
+    def _in_rows(self) -> tuple[list[Place], list[int]]:
         """Positions of tiered and of other operands, row after row; of a row the operands of
-        deferred changes come last."""
+        deferred changes come last, and so do copies."""
         rows = max(self.counts)
-        tiered: list[int] = []
+        tiered: list[Place] = []
         plain: list[int] = []
         for row in range(rows):
-            begin, changes = 0, list[int]()
+            begin, changes, copies = 0, list[int](), list[Place]()
             for count in self.counts:
                 taken = [row] if count == rows else range(abs(count))
                 for at in (begin + n for n in taken):
-                    (tiered if at in self.entries else plain).append(at)
+                    if at in self.entries:
+                        tiered.append(at)
+                    else:
+                        plain.append(at)
                     changes += self.changing.get(at, ())
+                    copies += [(at, number) for number in range(len(self.copies.get(at, ())))]
                 begin += abs(count)
             plain += changes
+            tiered += copies
         return tiered, plain
 
 
@@ -297,7 +329,9 @@ def _changes_of(leaf: Any, entry: Entry) -> tuple[object, ...] | None:
     layout = leaf.entry_layout
     if not entry.deferred:
         return ()
-    if entry.on_device or entry.kind.lasting or not leaf.covers:
+    if entry.kind.lasting or not leaf.covers:
+        return None
+    if entry.on_device and entry.narrow is None:
         return None
     if any(change.layout.dtype != layout.dtype for change in entry.deferred):
         return None
@@ -349,6 +383,8 @@ def list_call(
     # What the rows depend on, operand by operand; with a copy in another dtype that varies.
     leaves = leaves_of(args, kwargs)
     entries: dict[int, Entry] = {}
+    narrow: dict[int, Cast] = {}
+    copies: dict[int, list[tuple[torch.dtype, Entry]]] = {}
     known: list[object] = []
     for at, leaf in enumerate(leaves):
         if isinstance(leaf, cls):
@@ -359,12 +395,22 @@ def list_call(
                     return None  # the op may be noted with those
                 entry.settle_updates()  # before it is looked at where it rests
             changes = _changes_of(tiered, entry)
-            if changes is None or entry.copies or entry.narrow is not None:
+            if changes is None:
                 return None
+            if (cast := entry.narrow) is not None:
+                if entry.kind.lasting or not tiered.covers:
+                    return None
+                narrow[at] = cast
+            if entry.copies:
+                copies[at] = [(dtype, copy) for dtype, (copy, _) in entry.copies.items()]
             in_place = entry.store.can_view_in_place(entry)
             on_host = _is_for_host(session_of(entry).host_updates, entry)
             layout = tiered.entry_layout
-            known.append((layout, entry.nbytes, entry.kind, in_place, on_host, changes))
+            known.append((layout, entry.nbytes, entry.kind, in_place, on_host, changes, cast))
+            known += [
+                (dtype, copy.home, entry.store.can_view_in_place(copy))
+                for dtype, copy in copies.get(at, ())
+            ]
         else:
             known.append(_known_of(leaf))
     # All entries are different, and of one store.
@@ -377,4 +423,16 @@ def list_call(
     kind = func, counts, tuple(kwargs)
     deferred = [at for at, entry in entries.items() if entry.deferred]
     operands, changing = _with_changes(leaves, entries, deferred)
-    return ListCall(session, func, kind, counts, operands, entries, changing, tuple(known), mark)
+    return ListCall(
+        session,
+        func,
+        kind,
+        counts,
+        operands,
+        entries,
+        changing,
+        tuple(known),
+        mark,
+        narrow=narrow,
+        copies=copies,
+    )

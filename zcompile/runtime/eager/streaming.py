@@ -76,7 +76,7 @@ def stream(
     if not session.scratch_use.open(schedule):
         stream(func, apps, targets, cls)  # anew, through the window
         return
-    if learn is not None and not call.copying:
+    if learn is not None:
         learn(schedule, call.entries, call.inputs)
     with as_they_rest(call.entries):
         session.late.run(schedule, call.inputs, call.entries, call.changing, copying=call.copying)

@@ -31,6 +31,7 @@ from zcompile.ir.torch_compat import (
     is_applied_by_a_module,
     is_traced,
     let_higher_order_ops_read_wrappers,
+    let_wrappers_come_as_plain_inputs,
     no_torch_function,
     reduced_late,
     refuse_as_data,
@@ -421,6 +422,7 @@ class Unmoved(TieredTensor):
 
 support_foreach(TieredTensor)
 let_higher_order_ops_read_wrappers()
+let_wrappers_come_as_plain_inputs()
 
 
 @untraced

@@ -184,7 +184,7 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
     ),
     "a value leaves before it is computed": (
         "offloaded activations",
-        (Edit(_Call, "_offload", "self._after(x.after) or [self.store.device.mark()]", "[]"),),
+        (Edit(_Call, "_offload", "after = after or [self.store.device.mark()]", "after = []"),),
     ),
     "a buffer goes back to the ring before it is written to disk": (
         "disk",

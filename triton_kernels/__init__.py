@@ -6,12 +6,16 @@ traced, and called on the CPU, without triton, which is imported when a kernel i
 """
 
 import importlib.util
+import os
+import shutil
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 OLDEST = (8, 0)
 """Compute capability from which on kernels are compiled and tested."""
+COMPILERS = ("gcc", "clang")
+"""Programs that triton looks for, where the environment's CC names none."""
 
 
 class KernelUnavailable(RuntimeError):
@@ -33,6 +37,9 @@ def missing(device: str | torch.device) -> str:
         return f"{where} has compute capability {found}, kernels need {OLDEST[0]}.{OLDEST[1]}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; `pip install triton` in the version that torch asks for"
+    if not os.environ.get("CC") and not any(map(shutil.which, COMPILERS)):
+        named = " and ".join(COMPILERS)
+        return f"triton builds a launcher with a C compiler, and finds none: looked for {named}"
     return ""
 
 

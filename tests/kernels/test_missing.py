@@ -55,7 +55,11 @@ def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert missing("cuda:0") == "cuda:0 has compute capability 7.5, kernels need 8.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setenv("CC", "cc")
     assert missing("cuda:0") == ""
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert "finds none: looked for gcc and clang" in missing("cuda:0")
 
 
 def test_a_kernel_that_is_asked_for_where_it_cannot_run_is_refused():

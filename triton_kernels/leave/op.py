@@ -40,7 +40,8 @@ def leave(grads: list[Tensor], packed: Tensor, offsets: list[int]) -> None:
     offsets  where each begins, in elements; as `places` says, or any that do not overlap
     raises   TypeError and ValueError for operands that are none of these, KernelUnavailable
     """
-    torch.ops.triton_kernels.leave(grads, packed, offsets)
+    with torch.no_grad():  # gradients are packed, not differentiated
+        torch.ops.triton_kernels.leave(grads, packed, offsets)
 
 
 def _on_cuda(grads: list[Tensor], packed: Tensor, offsets: list[int]) -> None:

@@ -23,6 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, partial, wraps
 from importlib.util import find_spec
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
@@ -497,8 +498,8 @@ def let_wrappers_come_as_plain_inputs() -> None:
         if subclass_metas is None:
             return unwrap(args, append_symints=append_symints)
         found: list[Any] = []
-        for value, meta in zip(args, subclass_metas, strict=True):
-            if isinstance(meta, _PlainTensorMeta):
+        for value, meta in zip_longest(args, subclass_metas):
+            if meta is None or isinstance(meta, _PlainTensorMeta):  # none: of what comes behind
                 found.append(value)
             else:
                 found += unwrap([value], append_symints=append_symints, subclass_metas=[meta])

@@ -71,7 +71,7 @@ def choose_starts(
 
 def _parts_beside(values: Sequence[ReadValue], slotted: Mapping[Register, int]) -> list[ReadValue]:
     """The values, of which parts start with the earliest value that is read first by the same
-    region, but not before the whole.
+    region, but not before the whole; where there is none, with the whole, whose slot is there.
 
     slotted  register of a value with a slot of its own -> the region before which it starts
     """
@@ -83,7 +83,8 @@ def _parts_beside(values: Sequence[ReadValue], slotted: Mapping[Register, int]) 
     def placed(v: ReadValue) -> ReadValue:
         if v.in_place or v.part_of is None:
             return v
-        return v._replace(start=max(slotted[v.part_of], soonest.get(v.first, v.first)))
+        whole = slotted[v.part_of]
+        return v._replace(start=max(whole, soonest.get(v.first, whole)))
 
     return list(map(placed, values))
 

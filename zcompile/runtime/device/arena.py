@@ -466,14 +466,15 @@ class StepScratch:
         self.pieces: tuple[tuple[int, Tensor], ...] = ()
         self._needed: list[tuple[int, int]] = []
         """Ranges (begin, end) of slots, ordered; those that overlap are one."""
-        self._most_bytes = 0
+        self._had: list[int] = []
+        """Bytes of each piece, when they were allocated last under this plan."""
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
     def plan(self, room: StepRoom) -> None:
         """Let steps use the addresses of `room` from here on."""
         assert not self.pieces, "somebody is in it"
-        self.room, self._needed = room, []
+        self.room, self._needed, self._had = room, [], []
 
     def need(self, slots: Iterable[tuple[int, int]]) -> bool:
         """Note slots (address, bytes) of a schedule; False, if memory is open that lacks one."""
@@ -493,12 +494,12 @@ class StepScratch:
         if self.pieces:
             return
         sizes = [end - begin for begin, end in self._needed]
-        if sum(sizes) > self._most_bytes:
+        if self._had != sizes:
             # What is free goes back, and is asked for again in these sizes; the next forward has
             # its activations in it.
             self._device.give_back_unused()
-            self._most_bytes = sum(sizes)
         memory = self._device.allocate_each(sizes)
+        self._had = sizes
         self.pieces = tuple(
             (begin, piece) for (begin, _), piece in zip(self._needed, memory, strict=True)
         )
@@ -511,24 +512,25 @@ class StepScratch:
         """Whether a planned slot lies in the open memory."""
         return self._find(address, nbytes) is not None
 
-    def _find(self, address: int, nbytes: int) -> Tensor | None:
-        """The bytes of a slot, if they are there: uint8 [nbytes]."""
+    def _find(self, address: int, nbytes: int) -> tuple[Tensor, int] | None:
+        """The piece that a slot lies in, and where in it; None, if it is not there."""
         at = bisect_right(self.pieces, address, key=itemgetter(0)) - 1
         if at < 0:
             return None
         begin, piece = self.pieces[at]
-        begin = address - begin
-        return piece[begin : begin + nbytes] if begin + nbytes <= piece.numel() else None
+        fits = address - begin + nbytes <= piece.numel()
+        return (piece, address - begin) if fits else None
 
     def slot(self, address: int, nbytes: int) -> Tensor:
         """The bytes of a planned slot, which it has: uint8 [nbytes]; as `Arena.slot`."""
         known = address, nbytes
         slot = self._slots.get(known)
         if slot is None:
+            found = self._find(address, nbytes)
+            assert found is not None, "it is open"
+            piece, at = found
             with torch.inference_mode(False), without_modes():  # as of `Arena.view`
-                slot = self._find(address, nbytes)
-            assert slot is not None, "it is open"
-            self._slots[known] = slot
+                slot = self._slots[known] = piece[at : at + nbytes]
         return slot
 
     def view(self, address: int, layout: Layout) -> Tensor:

@@ -71,7 +71,7 @@ def stream(
     except BudgetExceeded as error:
         if not session.reclaim(error.needed_bytes):
             raise session.split.too_small(error, f"one chunk of {name}", "its operands") from error
-        stream(func, apps, targets, cls, learn)  # anew, since operands rest elsewhere now
+        stream(func, apps, targets, cls)  # anew, since operands rest elsewhere now
         return
     if not session.scratch_use.open(schedule):
         stream(func, apps, targets, cls)  # anew, through the window

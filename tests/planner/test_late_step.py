@@ -29,7 +29,7 @@ from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.passes.arrange import ArenaShare, apply_placement, arranged
 from zcompile.passes.late_updates import with_late_updates
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.planner import late_step, step_plan
@@ -235,6 +235,24 @@ def test_a_part_comes_with_the_other_operands_of_its_chunk():
         beside = [v.start for v in program.slotted if v.first == part.first]
         assert part.start == max(wholes[part.part_of].start, min(beside))
     assert any(part.start > wholes[part.part_of].start for part in parts)
+
+
+def test_a_part_with_nothing_beside_it_comes_with_the_whole():
+    """All else rests on the device: the slot of the whole is there, so waiting gains nothing."""
+    program = with_late_step(traced(), CHUNK).step.calls[0].schedule.program
+    program = with_late_updates(replace(program, budget_bytes=MiB), MiB)
+    whole = {v.entry for v in program.values if v.in_parts}
+    others = frozenset(v.entry for v in program.values if v.entry not in whole)
+    program = schedule_prefetch(apply_placement(program, others, frozenset()), 8)
+    wholes = {v.register: v for v in program.values if v.in_parts}
+    alone = [
+        part
+        for part in program.values
+        if part.part_of is not None
+        and not any(v.first == part.first for v in program.slotted if v.part_of is None)
+    ]
+    assert alone
+    assert all(part.start == wholes[part.part_of].start for part in alone)
 
 
 def named_late(forward) -> set[str]:

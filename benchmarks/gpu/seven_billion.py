@@ -150,7 +150,9 @@ def planned_ahead(part: Part, args: argparse.Namespace, layers: int, row: Row) -
         sketch = Loss(shape_of(args, layers), "cpu")  # where a plan is traced, on any machine
         ids = torch.zeros(args.samples, args.context, dtype=torch.int64)
     began = time.perf_counter()
-    report = zcompile.plan(sketch, ids, ids, machine=machine)
+    # Without budgets all activations are kept, as if there were room for them.
+    given = {"device_memory": args.card, "host_memory": args.host}
+    report = zcompile.plan(sketch, ids, ids, machine=machine, **given)
     row["planning_s"] = time.perf_counter() - began
     row |= {"ahead_s": report.step_seconds, "ahead": str(report)}
     part.note(f"{layers} layers, planned ahead in {row['planning_s']:.1f} s:\n{report}")

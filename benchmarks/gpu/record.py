@@ -72,7 +72,7 @@ class Part:
         since = self._record.clock()
         try:
             yield row
-        except Exception:  # noqa: BLE001 - the next row may well be measured
+        except Exception:  # noqa: BLE001  # on purpose: told, and the next row is measured
             self.failed(row)
         row["took_s"] = round(self._record.clock() - since, 2)
         self._longest[kind] = max(self._longest.get(kind, 0.0), row["took_s"])
@@ -149,6 +149,6 @@ class Record:
         self.say(f"{name}: has {seconds:.0f} s")
         try:
             measure(part, given)
-        except Exception:  # noqa: BLE001 - the next part goes on
+        except Exception:  # noqa: BLE001  # on purpose: told, and the next part goes on
             part.failed(part.written)
         self.write()

@@ -57,7 +57,7 @@ def test_accesses_are_ordered_where_copies_are_over_at_once(run, monkeypatch):
 
 def test_a_value_whose_bytes_are_copied_to_leave_is_read_behind_that_copy(run, monkeypatch):
     if run.mode.moves is None:
-        pytest.skip("no value leaves")
+        pytest.skip("no value leaves")  # on purpose: the test is of modes in which one does
     values = of_another_layout(monkeypatch)
     assert not pairs_of(run, ())
     assert values

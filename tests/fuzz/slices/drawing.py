@@ -62,7 +62,12 @@ def runs(program: Program) -> bool:
     """Whether plain code can compute it, x stays small, and so do its numbers."""
     try:
         found = computed(program)
-    except (RuntimeError, IndexError, ValueError, TypeError):
+    except (
+        RuntimeError,
+        IndexError,
+        ValueError,
+        TypeError,
+    ):  # on purpose: torch refuses it plainly
         return False
     made = found["output 0"]
     if program.result == SIMPLEST and (made.dim() != 3 or max(made.shape) > MOST):

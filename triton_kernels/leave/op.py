@@ -1,7 +1,7 @@
 """The op that packs gradients: the kernel on CUDA, copies on the CPU.
 
-It is defined by its schema, and not by torch's `custom_op`, which costs a microsecond and a half of
-Python for every tensor of a list: as much as all else that is done for it.
+It is defined by its schema, and not by torch's `custom_op`, which works in Python on every tensor
+of a list.
 """
 
 from collections.abc import Sequence

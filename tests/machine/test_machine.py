@@ -119,6 +119,10 @@ def test_a_machine_can_be_copied_and_sent_to_another_process():
             "ranks=4 are not replicas=3 groups of as many",
         ),
         (lambda: small(ranks=4), "no way between them; add links.node_to_node"),
+        (
+            lambda: small(slower_way="h2d"),
+            "slower_way='h2d' is no link between ranks; name one of rank_to_rank, node_to_node",
+        ),
     ],
 )
 def test_what_cannot_be_a_machine_says_why(make, sentence):
@@ -252,6 +256,7 @@ def machines(draw: st.DrawFn) -> Machine:
         per_node,
         draw(st.just("") | texts),
         replicas=draw(st.sampled_from((1, per_node, nodes))),
+        slower_way=draw(st.sampled_from((None, *RANK_LINKS))),
     )
 
 

@@ -1,6 +1,7 @@
 """Groups of ranks each hold a whole model: a mesh of two dimensions, as in FSDP2's HSDP."""
 
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -248,6 +249,36 @@ def test_what_crosses_is_counted_and_predicted_link_by_link(pool, per_node, with
         )
     )
     assert sent["exchange"] == 2 * sum(large) + small
+
+
+def with_rates_of_noise(_, slower):
+    """Bytes that came and bytes predicted, where one link was measured to be slower than the
+    other."""
+    mesh, model = mesh_of(2, 2), words(blocks=2)
+    zcompile.offload(model, mesh=mesh, **{**BUDGETS, **ROOMY}, ranks_per_node=2)
+    made, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
+    for step in range(4):
+        zcompile.stats(model, reset=True)
+        run(*batch(step, dist.get_rank())).backward()
+        made.step()
+        made.zero_grad()
+    stats, session = zcompile.stats(model), session_behind(model)
+    costs = session.controller.costs()
+    links = {
+        name: replace(link, bytes_per_s=1e6 if name == slower else 1e9)
+        for name, link in costs.machine.links.items()
+    }
+    costs = replace(costs, machine=replace(costs.machine, links=links))
+    predicted = session.controller.predicted_at(costs)["bytes"]
+    zcompile.close(model)
+    return [(stats["bytes"][link], predicted[link]) for link in ("rank_to_rank", "node_to_node")]
+
+
+@pytest.mark.parametrize("slower", ["rank_to_rank", "node_to_node"])
+def test_what_crosses_is_predicted_on_the_link_that_counts_it_whatever_was_measured(pool, slower):
+    for came in pool.run(with_rates_of_noise, 4, slower):
+        for counted, predicted in came:
+            assert counted == predicted > 0
 
 
 def rates(_, shape):

@@ -65,7 +65,8 @@ def costs_of(session: Session) -> Costs:
 
 def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:
     """A machine as one of the ranks of a fabric has it: with the links between them, at the rate
-    that collectives have had, unless the machine says one."""
+    that collectives have had, unless the machine says one. Which is the slower is said once for the
+    run, since these rates change."""
     links = dict(machine.links)
     for name in RANK_LINKS[: 2 if fabric.size > fabric.ranks_per_node else 1]:
         links.setdefault(name, Link(name, fabric.bytes_per_s(name)))
@@ -75,6 +76,7 @@ def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:
         ranks=fabric.size,
         ranks_per_node=fabric.ranks_per_node,
         replicas=fabric.mesh.replicas,
+        slower_way=fabric.links.of_all.name,
     )
 
 

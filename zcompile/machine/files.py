@@ -112,6 +112,7 @@ def read(text: str, where: str) -> Machine:
             ranks=top.get("ranks", 1),
             ranks_per_node=top.get("ranks_per_node", 1),
             replicas=top.get("replicas", 1),
+            slower_way=top.get("slower_way"),
             note=_text(where, "note", top.get("note", "")),
             host_update_bytes_per_s=_number(
                 where,
@@ -139,6 +140,8 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield f"ranks_per_node = {machine.ranks_per_node}"
     if machine.replicas > 1:
         yield f"replicas = {machine.replicas}"
+    if machine.slower_way is not None:
+        yield f"slower_way = {_quoted(machine.slower_way)}"
     if machine.note:
         yield f"note = {_quoted(machine.note)}"
     if machine.host_update_bytes_per_s != HOST_UPDATE_BYTES_PER_S:

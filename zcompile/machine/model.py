@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zcompile.errors import ZinfError
-from zcompile.ir.rank_mesh import RankMesh
+from zcompile.ir.rank_mesh import RankMesh, Ring
 
 TIERS = ("device", "host", "disk")
 TIER_LINKS = ("disk_read", "disk_write", "h2d", "d2h")
@@ -137,6 +137,8 @@ class Machine:
     ranks           in all
     ranks_per_node  of them share a node, and every node has as many
     replicas        how many groups of them hold all of the model each, one behind the other
+    slower_way      of the two links between ranks, the one by whose rate what passes both is paced,
+                    and on which it is counted; None: that of the lower rate
     note            what a person should know of it; nothing is planned by it
     host_update_bytes_per_s  at which the host's cores read and write, together, the operands of
                     updates of an optimizer that they compute in its memory
@@ -153,6 +155,7 @@ class Machine:
     note: str = ""
     host_update_bytes_per_s: float = HOST_UPDATE_BYTES_PER_S
     replicas: int = 1
+    slower_way: str | None = None
 
     def __post_init__(self) -> None:
         _check_rate(self.name, "host_update_bytes_per_s", self.host_update_bytes_per_s)
@@ -177,6 +180,15 @@ class Machine:
     def mesh(self) -> RankMesh:
         return RankMesh(self.ranks, self.replicas)
 
+    def way_of(self, ring: Ring) -> Link | None:
+        """The slowest link that a ring of these ranks passes; None: it is of one rank."""
+        if self.slower_way is None:
+            rates = {name: link.bytes_per_s for name, link in self.links.items()}
+        else:
+            rates = {self.slower_way: 0.0}
+        name = slowest_way(rates, *ring)
+        return None if name is None else self.links[name]
+
     def describe(self, lane: str) -> str:
         """A lane for people: links that take turns by both names."""
         link = self.links.get(lane)
@@ -193,6 +205,7 @@ class Machine:
             self.note,
             self.host_update_bytes_per_s,
             self.replicas,
+            self.slower_way,
         )
 
     def _check_tiers(self) -> None:
@@ -247,6 +260,13 @@ class Machine:
                 f"ranks={self.ranks}",
                 f"are not replicas={self.replicas} groups of as many",
                 "each group holds all of the model",
+            )
+        if self.slower_way not in (None, *RANK_LINKS):
+            raise MachineInvalid(
+                self.name,
+                f"slower_way={self.slower_way!r}",
+                "is no link between ranks",
+                f"name one of {', '.join(RANK_LINKS)}, or leave it out",
             )
         for link, needed in zip(RANK_LINKS, (self.ranks_per_node > 1, self.nodes > 1), strict=True):
             if needed and link not in self.links:

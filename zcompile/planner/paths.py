@@ -7,11 +7,10 @@ from zcompile.errors import Unsupported
 from zcompile.ir.effects import GRADIENT, IN, Effects, HomeAccess, Instruction
 from zcompile.ir.handover import handover, last_writes, passes_by
 from zcompile.ir.partition import Crossing, exchanged, gathered, summed_over_replicas
-from zcompile.ir.rank_mesh import Ring
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
 from zcompile.machine.cost import Costs
-from zcompile.machine.model import RANK_LINKS, Link, Machine, slowest_way
+from zcompile.machine.model import RANK_LINKS, Link, Machine
 from zcompile.planner.links import SimTransfer
 
 HOST, DISK = "host", "disk"
@@ -37,7 +36,7 @@ def crossings(x: Effects, machine: Machine, wide: Container[str] = ()) -> list[W
     wide  names of parameters whose gradients hooks see, which cross in the parameter's dtype
     """
     mesh, per_node = machine.mesh, machine.ranks_per_node
-    of_group = _way_of(machine, mesh.group_ring(per_node))
+    of_group = machine.way_of(mesh.group_ring(per_node))
     if x.fills:
         crossing = gathered(x.nbytes, mesh.shards, x.tile)
         return [Way(x.kind, of_group, crossing)] if of_group is not None else []
@@ -45,12 +44,12 @@ def crossings(x: Effects, machine: Machine, wide: Container[str] = ()) -> list[W
     if x.wide_nbytes and x.name in wide:
         shares, nbytes = shares and shares.in_nbytes(x.wide_nbytes), x.wide_nbytes
     if shares is None:
-        of_all = _way_of(machine, mesh.whole_ring(per_node))
+        of_all = machine.way_of(mesh.whole_ring(per_node))
         return [Way(x.kind, of_all, exchanged(nbytes, mesh.ranks))] if of_all is not None else []
     found = []
     if of_group is not None:
         found.append(Way(x.kind, of_group, exchanged(nbytes, mesh.shards, shares)))
-    of_replicas = _way_of(machine, mesh.replica_ring(per_node))
+    of_replicas = machine.way_of(mesh.replica_ring(per_node))
     if of_replicas is not None:
         summed = shares.in_nbytes(x.wide_nbytes or x.nbytes)
         crossing = summed_over_replicas(summed, mesh.replicas)
@@ -65,21 +64,14 @@ def crossing_wide(step: StepTrace) -> frozenset[str]:
 
 def way_between_ranks(machine: Machine) -> Link | None:
     """The slowest link that a ring over all ranks of a machine passes; None: one rank is all."""
-    return _way_of(machine, machine.mesh.whole_ring(machine.ranks_per_node))
+    return machine.way_of(machine.mesh.whole_ring(machine.ranks_per_node))
 
 
 def ways_between_ranks(machine: Machine) -> tuple[Link, ...]:
     """The links between ranks that anything passes; none, where one rank is all."""
     mesh, per_node = machine.mesh, machine.ranks_per_node
     rings = (mesh.group_ring(per_node), mesh.replica_ring(per_node), mesh.whole_ring(per_node))
-    return tuple(dict.fromkeys(link for r in rings if (link := _way_of(machine, r)) is not None))
-
-
-def _way_of(machine: Machine, ring: Ring) -> Link | None:
-    """The slowest link that a ring passes; None: it is of one rank."""
-    rates = {name: link.bytes_per_s for name, link in machine.links.items()}
-    name = slowest_way(rates, *ring)
-    return None if name is None else machine.links[name]
+    return tuple(dict.fromkeys(link for r in rings if (link := machine.way_of(r)) is not None))
 
 
 class LinkPaths:

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 import pytest
 from mutation.judge import Verdict, changed, meaning, verdicts
 from mutation.mutants import MUTATIONS
-from mutation.samples import MOVED, OPTIMIZERS, TILED, of_model, of_step
+from mutation.samples import MOVED, OPTIMIZERS, PARTS, TILED, of_model, of_step
 from races import faults
 from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE
 
-from zcompile.ir.schedule import Fetch, Reduce, Schedule, Store
+from zcompile.ir.schedule import Fetch, Free, Reduce, Schedule, Store, Wait
 from zcompile.verify.schedule import verify_schedule
 
-ALL = (*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS)
-QUICK = (*UNALIKE, *(name for name in (*MOVED, *TILED) if "block" not in name), "sgd")
+ALL = (*SMALL_MODELS, *MOVED, *TILED, PARTS, *OPTIMIZERS)
+QUICK = (*UNALIKE, *(name for name in (*MOVED, *TILED) if "block" not in name), PARTS, "sgd")
 """Of each kind; those that are long have a shorter one of their kind here."""
 SAMPLE = 8
 """Mutants of each mutation and schedule, about, where there are so many."""
@@ -65,6 +65,19 @@ def test_tiles_come_and_their_gradients_leave_one_by_one(name):
     rows = [x for schedule in all_of(name).values() for x in schedule.instructions]
     assert any(isinstance(x, Fetch) and x.begin for x in rows)
     assert any(isinstance(x, Reduce) and x.begin for x in rows)
+
+
+def test_late_updates_come_in_parts_over_which_compute_waits():
+    schedule = all_of(PARTS)["forward 0 with late updates"]
+    taken, over = set(), []
+    for x in schedule.instructions:
+        if isinstance(x, Fetch):
+            taken.add(x.slot)
+        elif isinstance(x, Free):
+            taken.remove(x.slot)
+        elif isinstance(x, Wait) and x.slot not in taken:
+            over.append(sum(x.slot.overlaps(part) for part in taken))
+    assert over == [3, 3], "both weights are read over their chunks"
 
 
 def kills(found: list[Verdict]) -> Counter[tuple[str, str, str]]:

@@ -32,6 +32,7 @@ from zcompile.ir.schedule import (
     Run,
     Schedule,
     Slot,
+    Store,
     Ticket,
 )
 from zcompile.ir.types import Layout, Phase
@@ -59,6 +60,11 @@ def late(update: Run) -> Run:
     return replace(update, late=LateChunk(0, 0, 128))
 
 
+def writing(update: Run, *positions: int) -> Run:
+    """A late update that writes the operands at these positions."""
+    return late(replace(update, region=replace(update.region, writes=positions)))
+
+
 def part(slot: Slot, ticket: int, begin: int = -1, nbytes: int = 512) -> Fetch:
     """The part of a value that belongs into a slot; or that from `begin` on."""
     begin = slot.address if begin < 0 else begin
@@ -84,6 +90,32 @@ def parts(second: Fetch = SECOND, both: Slot = BOTH) -> tuple[Instruction, ...]:
         free(LOW, 3),
         free(HIGH, 3),
     )
+
+
+def updated(first: bool = True, second: bool = True) -> tuple[Instruction, ...]:
+    """A value in two parts, each of which may be updated, and then goes home; and it is read."""
+    rows = parts()
+    if first:
+        rows = but(rows, 4, writing(run(1, ticket=4), 0))
+    if second:
+        rows = (*rows[:6], writing(run(2, ticket=7), 0), part_home(8, 7), *rows[6:])
+    return rows
+
+
+def part_home(ticket: int, *after: int) -> Store:
+    """The second part goes home."""
+    return replace(store(HIGH, ticket, *after), begin=512)
+
+
+IN_PLACE = (
+    borrow(1),
+    writing(run(1), 0),
+    replace(borrow(2), begin=512),
+    writing(run(2), 0),
+    replace(borrow(3, PAIR), writes=False),
+    run(0, 3),
+)
+"""A value of which each half is updated where it rests, before it is read."""
 
 
 BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
@@ -234,6 +266,68 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(*but(parts(), 5, store(LOW, 5))),
         "the store of 'w' does not wait for the compute that writes it",
     ),
+    "an update that is not sent home": (
+        lambda: schedule(*but(STEP, 2, writing(run(0, 1, ticket=1), 1))[:3], free(LOW, 1)),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "an update of which a part is sent home": (
+        lambda: schedule(
+            *but(STEP, 2, writing(run(0, 1, ticket=1), 1))[:3],
+            store(LOW, 2, 1, nbytes=508),
+            free(LOW, 1),
+        ),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "an update that is sent to another entry": (
+        lambda: schedule(
+            *but(STEP, 2, writing(run(0, 1, ticket=1), 1))[:3],
+            replace(store(LOW, 2, 1), entry=EntryIndex(1)),
+            free(LOW, 1),
+        ),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "an update that is sent to other bytes of its entry": (
+        lambda: schedule(*but(updated(), 7, replace(part_home(8, 7), begin=1024))),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "a part that is updated and not sent home": (
+        lambda: schedule(*updated()[:7], *updated()[8:]),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "a part that is updated once more after it was sent home": (
+        lambda: schedule(
+            *STEP[:2],
+            writing(run(0, 1, ticket=1), 1),
+            store(LOW, 2, 1),
+            fetch(HIGH, 3, 2),
+            wait(HIGH, 3, 2),  # and so for the store
+            writing(run(0, 1, ticket=4), 1),
+            free(LOW, 1),
+        ),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "a value that is read before all of its parts are updated": (
+        lambda: schedule(*updated()[:6], *updated()[8:10], *updated()[6:8], *updated()[10:]),
+        "'w' is read, and only a part of it is updated",
+    ),
+    "a value of which a part is not updated": (
+        lambda: schedule(*updated(second=False)),
+        "'w' is read, and only a part of it is updated",
+    ),
+    "a value that is read before it is updated": (
+        lambda: schedule(
+            *parts()[:4], *parts()[6:8], writing(run(1, ticket=4), 0), parts()[5], *parts()[8:]
+        ),
+        "'w' is updated after compute has read it",
+    ),
+    "a value that is read where it rests before all of it is updated": (
+        lambda: schedule(*IN_PLACE[:2], *IN_PLACE[4:], *IN_PLACE[2:4]),
+        "'w' is read, and only a part of it is updated",
+    ),
+    "a value that is read where it rests before it is updated": (
+        lambda: schedule(*IN_PLACE[4:], *IN_PLACE[:4]),
+        "'w' is updated after compute has read it",
+    ),
     "a wait for another fetch": (
         lambda: schedule(SAFE[0], fetch(HIGH, 8), wait(LOW, 8, 1), *SAFE[2:]),
         "it waits for ticket 8, the bytes come with 0",
@@ -352,8 +446,16 @@ READ_AFTER_ITS_UPDATE = (*STEP[:2], late(STEP[2]), STEP[3], run(0, 1, ticket=6),
 
 @pytest.mark.parametrize(
     "rows",
-    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE, parts()],
-    ids=["forward", "step", "leaving", "read after its update", "in parts"],
+    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE, parts(), updated(), IN_PLACE],
+    ids=[
+        "forward",
+        "step",
+        "leaving",
+        "read after its update",
+        "in parts",
+        "each part updated",
+        "in place",
+    ],
 )
 def test_what_they_were_broken_from_is_safe(rows):
     whole = schedule(

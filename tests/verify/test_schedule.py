@@ -22,6 +22,7 @@ from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
+    Cast,
     EntryIndex,
     Fetch,
     Instruction,
@@ -71,6 +72,7 @@ def part(slot: Slot, ticket: int, begin: int = -1, nbytes: int = 512) -> Fetch:
     return replace(fetch(slot, ticket, nbytes=nbytes), begin=begin)
 
 
+BF16 = Cast(torch.float32, torch.bfloat16)
 PAIR = Layout((256,), (1,), 0, torch.float32)
 SECOND, BOTH = part(HIGH, 1), Slot(0, 1024)
 
@@ -231,6 +233,10 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     ),
     "a wait for parts of two entries": (
         lambda: schedule(*parts(second=replace(part(HIGH, 1), entry=EntryIndex(1)))),
+        "'w' lies over parts that do not follow each other",
+    ),
+    "a wait for parts of an entry and of its copy": (
+        lambda: schedule(*but(parts(second=replace(part(HIGH, 1), cast=BF16)), 3)),
         "'w' lies over parts that do not follow each other",
     ),
     "a wait for parts of which one is not filled": (
@@ -438,6 +444,11 @@ def test_a_broken_schedule_earns_its_sentence(case):
 )
 def test_the_oracle_knows_the_three_races_on_record(case):
     assert any("races" in fault for fault in faults(BROKEN[case][0]()))
+
+
+@pytest.mark.parametrize("case", [case for case in BROKEN if case.startswith("a wait for parts")])
+def test_the_oracle_knows_parts_that_make_no_whole(case):
+    assert any("waits for other bytes" in fault for fault in faults(BROKEN[case][0]()))
 
 
 READ_AFTER_ITS_UPDATE = (*STEP[:2], late(STEP[2]), STEP[3], run(0, 1, ticket=6), STEP[4])

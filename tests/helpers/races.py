@@ -190,14 +190,16 @@ def _account(schedule: Schedule) -> Iterator[str]:
 
 
 def _fetches_into(slot: Slot, taken: dict[Slot, Fetch]) -> list[Fetch]:
-    """The fetches that fill a slot with bytes of an entry that follow each other; nothing, if they
-    do not."""
+    """The fetches that fill a slot with bytes of an entry, or of its copy in another dtype, that
+    follow each other; nothing, if they do not."""
     found = sorted(
         (f for at, f in taken.items() if at.overlaps(slot)), key=lambda f: f.slot.address
     )
     at, byte = slot.address, found[0].begin if found else 0
     for fetch in found:
-        if (fetch.slot.address, fetch.begin, fetch.entry) != (at, byte, found[0].entry):
+        if (fetch.slot.address, fetch.begin) != (at, byte):
+            return []
+        if (fetch.entry, fetch.cast) != (found[0].entry, found[0].cast):
             return []
         at, byte = fetch.slot.end, fetch.begin + fetch.slot.nbytes
         if fetch is not found[-1] and fetch.nbytes != fetch.slot.nbytes:

@@ -20,6 +20,8 @@ def test_what_is_read_is_what_was_last_put_there(steps):
             known[begin:end] = [n] * length
         found = ranges.over(begin, end)
         assert set(found) == {value for value in known[begin:end] if value is not None}
+        held = sum(value is not None for value in known[begin:end])
+        assert ranges.bytes_over(begin, end) == held
 
 
 def test_the_rest_of_a_range_keeps_its_value():

@@ -176,6 +176,34 @@ def test_plain_operands_come_after_the_columns():
     assert run.inputs == (wait.register, Register(0))
 
 
+class Joined:
+    """A chunk function that computes any rows together."""
+
+    def __call__(self, first: int, last: int, values: Any) -> None:
+        pass
+
+    def joins(self, other: object) -> bool:
+        return True
+
+    def joint(self, rows: Any) -> Any:
+        return nothing
+
+
+def test_a_region_says_which_of_its_inputs_it_writes():
+    rows = []
+    for n in range(2):
+        columns = row(10, BF16, F32, F32, first=3 * n).columns
+        resting = tuple(replace(column, resident=True) for column in columns)
+        rows.append(Row(10, resting, (Register(0), Register(1)), Joined()))
+    both = lower_step("step", rows, 2, 6, StepRoom(0, 4096))
+    (run,) = [r for r in both.instructions if isinstance(r, Run)]
+    assert run.region.writes == (1, 2, 6, 7)
+    lent = {r.register for r in both.instructions if isinstance(r, Borrow) and r.writes}
+    assert set(run.effects.writes) == lent
+    (alone,) = [r for r in step([row(10, BF16, F32)], 4096).instructions if isinstance(r, Run)]
+    assert alone.effects.writes == alone.inputs[1:]
+
+
 def test_what_rests_within_reach_is_computed_with_in_place():
     moving, there = row(3 * CHUNK_ELEMENTS, F32).columns[0], row(1, BF16, first=1).columns[0]
     rows = [Row(3 * CHUNK_ELEMENTS, (moving, replace(there, resident=True)), (), nothing)]

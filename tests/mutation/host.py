@@ -20,6 +20,7 @@ from zcompile.ir.schedule import (
     Register,
     Run,
     Schedule,
+    Slot,
     Store,
     Wait,
 )
@@ -97,7 +98,7 @@ class _Host:
         for register in (*(r for r, _ in schedule.constants), *schedule.operands):
             self.registers[register] = Place(None, 0, 32, number=register)
         self.givers: dict[int, Event] = {}
-        self.taken: dict[object, int] = {}
+        self.taken: dict[Slot, int] = {}
         self.leaving: dict[int, Register] = {}
         self.moves: list[tuple[Hashable, int, int, bool, Event]] = []
         self.compute: Event | None = None
@@ -165,7 +166,7 @@ class _Host:
         self.taken[x.slot] = i
 
     def _wait(self, i: int, x: Wait) -> None:
-        if x.ticket not in self.givers or x.slot not in self.taken:
+        if x.ticket not in self.givers or not self._is_taken(x.slot):
             raise Broken("it waits for what was not started")
         end = (x.layout.offset + x.layout.span) * x.layout.dtype.itemsize
         if end > x.slot.nbytes:
@@ -175,6 +176,11 @@ class _Host:
         self.registers[x.register] = Place(
             "arena", address, address + end, x.register in self.written
         )
+
+    def _is_taken(self, slot: Slot) -> bool:
+        """Whether slots that were taken fill it, side by side."""
+        inside = (s for s in self.taken if slot.address <= s.address and s.end <= slot.end)
+        return sum(s.nbytes for s in inside) == slot.nbytes
 
     def _run(self, i: int, x: Run) -> None:
         self.made.operands[i] = [self._read(r) for r in x.inputs]

@@ -12,6 +12,7 @@ from typing import Any
 from races import allocations, recounted
 
 from zcompile.ir.schedule import (
+    Borrow,
     Fetch,
     Free,
     Left,
@@ -143,6 +144,33 @@ def transfers_reordered(schedule: Schedule) -> Iterator[Mutant]:
             yield f"{i} and {k} reordered", partial(_with, schedule, (i, y), (k, x))
 
 
+def stores_dropped(schedule: Schedule) -> Iterator[Mutant]:
+    """With all uses of their tickets."""
+    for i, x in _at(schedule, Store):
+        uses = [
+            (k, _not_after(y, x.ticket))
+            for k, y in _at(schedule, Fetch, Store, Reduce, Offload)
+            if k != i
+        ]
+        yield f"store {i} dropped", partial(_with, schedule, *uses, (i, None))
+
+
+def regions_earlier(schedule: Schedule) -> Iterator[Mutant]:
+    """A region of the graph, with what brings its operands right before it, ahead of late updates
+    that stand there."""
+    rows = schedule.instructions
+    updates = [i for i, x in _at(schedule, Run) if x.late is not None]
+    for i, x in _at(schedule, Run):
+        if x.late is not None:
+            continue
+        first = i
+        while isinstance(rows[first - 1], Wait | Borrow) and rows[first - 1].register in x.inputs:
+            first -= 1
+        for to in [update for update in updates if update < first][-NEIGHBOURS:]:
+            moved = (*rows[:to], *rows[first : i + 1], *rows[to:first], *rows[i + 1 :])
+            yield f"run {i} at {to}", partial(recounted, schedule, moved)
+
+
 MUTATIONS: dict[str, Callable[[Schedule], Iterator[Mutant]]] = {
     "drop a wait": waits_dropped,
     "drop an event": events_dropped,
@@ -151,4 +179,6 @@ MUTATIONS: dict[str, Callable[[Schedule], Iterator[Mutant]]] = {
     "shrink a buffer": buffers_shrunk,
     "reorder two transfers": transfers_reordered,
     "start a transfer earlier": transfers_earlier,
+    "leave a store out": stores_dropped,
+    "compute earlier than an update": regions_earlier,
 }

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from joint import captured, held_bytes, least_budget, trained_schedules
+from joint import captured, catch, held_bytes, least_budget, trained_schedules
 from moved import forced
-from small_models import small
+from small_models import mlp, small
 
 import zcompile
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.late_updates import LateRows
-from zcompile.ir.optimizer_step import Column, Row, StepRoom, lower_step
+from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
 from zcompile.ir.types import Phase, aligned
 from zcompile.ir.units import Bytes, KiB, MiB
@@ -45,6 +45,9 @@ def _nothing(first: int, last: int, values: Sequence[Any]) -> None:
 MOVED = ("transformer block, moved", "dropout, moved", "view in two places, moved")
 """Small models all of whose saved values are offloaded to the host."""
 
+PARTS = "mlp, updated in parts"
+"""A small model whose weights are updated late in several chunks each."""
+
 TILED = ("mlp, tiled", "transformer block, tiled")
 """Those whose weights are cut into tiles of so few bytes that there are several of each."""
 TILE_BYTES = 512
@@ -54,9 +57,13 @@ TILE_BYTES = 512
 def compiled(name: str) -> tuple[Schedule, ...]:
     """Those of one training step of a small model, as tight as they come; AdamW, clipped."""
     name, _, how = name.partition(", ")
-    largest = max(aligned(spec.nbytes) for spec in captured(name).plan.params.values())
-    budget = max(least_budget(captured(name)), held_bytes(captured(name)) + 4 * largest)
-    model, inputs = small(name)
+    if how == "updated in parts":
+        model, inputs = mlp(PARTS_WIDTH), (torch.randn(4, PARTS_WIDTH),)
+        joint = catch(mlp(PARTS_WIDTH), *inputs)
+    else:
+        (model, inputs), joint = small(name), captured(name)
+    largest = max(aligned(spec.nbytes) for spec in joint.plan.params.values())
+    budget = max(least_budget(joint), held_bytes(joint) + 4 * largest)
     zcompile.offload(
         model,
         device="cpu",
@@ -82,11 +89,15 @@ def of_model(name: str) -> dict[str, Schedule]:
         found[f"{told} half resident"] = rearrange(schedule, schedule.budget_bytes, 8, half)
         if name in LATE and (late := with_late_updates(schedule)) is not None:
             found[f"{told} with late updates, half resident"] = rearrange(late, MiB, 2, half)
+            if name == PARTS:
+                found[f"{told} with late updates"] = rearrange(late, schedule.budget_bytes, 2)
     return found
 
 
-LATE = ("mlp", "transformer block")
+LATE = ("mlp", PARTS, "transformer block")
 """Models that are mutated with late updates as well."""
+PARTS_WIDTH = 24
+"""Of `PARTS`: a weight has two chunks and a bit."""
 MOST_LATE = 3
 """Parameters that a forward updates late: its schedule is long enough with these."""
 
@@ -95,7 +106,8 @@ def with_late_updates(schedule: Schedule) -> Schedule | None:
     """A forward that updates its first parameters late, as Adam does; None of another call."""
     if schedule.phase is not Phase.FORWARD or not schedule.trains:
         return None
-    late, program, named = LateRows(), schedule.program, len(schedule.handles)
+    late = LateRows(chunk_bytes=CHUNK_ELEMENTS * torch.float32.itemsize)
+    program, named = schedule.program, len(schedule.handles)
     for value in program.values:
         numel = value.nbytes // value.layout.dtype.itemsize
         columns = tuple(

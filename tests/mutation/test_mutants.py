@@ -11,17 +11,19 @@ from collections.abc import Mapping
 import pytest
 from mutation.judge import Verdict, changed, meaning, verdicts
 from mutation.mutants import MUTATIONS
-from mutation.samples import MOVED, OPTIMIZERS, TILED, of_model, of_step
+from mutation.samples import MOVED, OPTIMIZERS, PARTS, TILED, of_model, of_step
 from races import faults
 from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE
 
-from zcompile.ir.schedule import Fetch, Reduce, Schedule, Store
+from zcompile.ir.schedule import Fetch, Free, Reduce, Schedule, Store, Wait
 from zcompile.verify.schedule import verify_schedule
 
-ALL = (*SMALL_MODELS, *MOVED, *TILED, *OPTIMIZERS)
-QUICK = (*UNALIKE, *(name for name in (*MOVED, *TILED) if "block" not in name), "sgd")
+ALL = (*SMALL_MODELS, *MOVED, *TILED, PARTS, *OPTIMIZERS)
+QUICK = (*UNALIKE, *(name for name in (*MOVED, *TILED) if "block" not in name), PARTS, "sgd")
 """Of each kind; those that are long have a shorter one of their kind here."""
+OF_LATE = "compute earlier than an update"
+"""A mutation of schedules with late updates alone."""
 SAMPLE = 8
 """Mutants of each mutation and schedule, about, where there are so many."""
 
@@ -54,7 +56,8 @@ def test_every_mutant_is_caught_or_means_the_same(name, record_property):
         for verdict in verdicts(schedule, run_all=True):
             assert verdict.rule or not verdict.changed, f"{told}: {verdict}"
             found.append(verdict)
-    assert {v.mutation for v in found} == set(MUTATIONS)
+    late = any(schedule.updates_late for schedule in all_of(name).values())
+    assert {v.mutation for v in found} == set(MUTATIONS) - ({OF_LATE} if not late else set())
     assert all(v.rule for v in found if v.mutation == "drop a wait"), "no wait is superfluous"
     for (mutation, rule, told), count in kills(found).items():
         record_property(f"{mutation}: {rule or 'accepted'}: {told}", count)
@@ -67,6 +70,19 @@ def test_tiles_come_and_their_gradients_leave_one_by_one(name):
     assert any(isinstance(x, Reduce) and x.begin for x in rows)
 
 
+def test_late_updates_come_in_parts_over_which_compute_waits():
+    schedule = all_of(PARTS)["forward 0 with late updates"]
+    taken, over = set(), []
+    for x in schedule.instructions:
+        if isinstance(x, Fetch):
+            taken.add(x.slot)
+        elif isinstance(x, Free):
+            taken.remove(x.slot)
+        elif isinstance(x, Wait) and x.slot not in taken:
+            over.append(sum(x.slot.overlaps(part) for part in taken))
+    assert over == [3, 3], "both weights are read over their chunks"
+
+
 def kills(found: list[Verdict]) -> Counter[tuple[str, str, str]]:
     """How often which rule caught which mutation, and whether that changed anything."""
     return Counter((v.mutation, v.rule, "changed" if v.changed else "equal") for v in found)
@@ -76,10 +92,11 @@ def kills(found: list[Verdict]) -> Counter[tuple[str, str, str]]:
 def test_the_machine_tells_mutants_apart():
     """Every kind of mutation makes some mutant that gives something else when it is run, and
     dropped events show in an order, not in what the host says."""
-    schedule = of_step("momentum")["2 lanes, resident nothing"]
-    assert any(isinstance(x, Store) for x in schedule.instructions)
-    expected = meaning(schedule)
+    step = of_step("momentum")["2 lanes, resident nothing"]
+    assert any(isinstance(x, Store) for x in step.instructions)
     for mutation, mutants in MUTATIONS.items():
+        schedule = of_model(PARTS)["forward 0 with late updates"] if mutation == OF_LATE else step
+        expected = meaning(schedule)
         shown = [changed(schedule, make(), expected) for _, make in list(mutants(schedule))[::9]]
         assert any(shown), mutation
         if mutation == "drop an event":

@@ -1,14 +1,19 @@
-"""Stores for the runtime's tests: opened by field, closed and searched for leftovers."""
+"""Stores for the runtime's tests: opened by field, closed and searched for leftovers; and what is
+counted of list ops."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runtime.faulty import Faults
 
 from zcompile.config import Config
 from zcompile.ir.units import Bytes, KiB
+from zcompile.runtime.eager import dispatch
+from zcompile.runtime.eager.repeats import ListCall
 from zcompile.runtime.meter import Meter
 from zcompile.runtime.store.store import Store
 from zcompile.runtime.tiers.disk import DiskTier
@@ -53,6 +58,27 @@ def open_store(tmp_path: Path, own_threads: Callable[[], list[str]]) -> Iterator
         store.close()
     assert own_threads() == before
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often rows of an optimizer's step were made ("rows"), and how often a step was repeated
+    with those of an earlier one ("again")."""
+    seen: Counter[str] = Counter(rows=0, again=0)
+    rows_of, again = dispatch.rows_of, ListCall.rerun
+
+    def count_rows(func: Any, args: Any, kwargs: Any) -> Any:
+        seen["rows"] += func._schema.name == "aten::_fused_adamw_"
+        return rows_of(func, args, kwargs)
+
+    def count_again(call: ListCall) -> bool:
+        done = again(call)
+        seen["again"] += done and call.func._schema.name == "aten::_fused_adamw_"
+        return done
+
+    monkeypatch.setattr(dispatch, "rows_of", count_rows)
+    monkeypatch.setattr(ListCall, "rerun", count_again)
+    return seen
 
 
 HOMES = (

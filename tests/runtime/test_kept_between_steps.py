@@ -33,7 +33,7 @@ from zcompile.runtime.meter import Gauge
 from zcompile.runtime.profile import Recorder
 from zcompile.runtime.relocate import move
 from zcompile.runtime.store import resident
-from zcompile.runtime.store.store import Entry, call_key
+from zcompile.runtime.store.store import NEVER, Entry, call_key
 from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.transfer.ticket import Ready
@@ -158,6 +158,27 @@ def test_a_transfer_gives_none(store):
     store.fetch(entry, slot).wait()
     store.read(entry, torch.empty(256, dtype=torch.uint8)).wait()
     assert CHANGES.mark is mark
+
+
+def test_a_blank_entry_gives_one_where_it_may_be_lent(store):
+    near, far = lasting_entry(store), store.create("w", EntryKind.PARAM, 256, tier="host")
+    for entry in (near, far):
+        mark = CHANGES.mark
+        store.zero(entry)
+        assert (CHANGES.mark is not mark) == entry.on_device
+
+
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_a_copy_that_is_made_anew_gives_none(store, tier):
+    weight, copy = store.create("w", EntryKind.PARAM, 256, tier="host"), lasting_entry(store)
+    if tier == "host":
+        copy = store.create("w in bfloat16", EntryKind.COPY, 256, tier="host")
+    weight.keep_copy(torch.bfloat16, copy)
+    weight.copy_made(torch.bfloat16, weight.version)
+    mark = CHANGES.mark
+    assert weight.blank_copy(torch.bfloat16) is copy
+    assert CHANGES.mark is mark
+    assert weight.copies[torch.bfloat16] == (copy, NEVER)
 
 
 def test_a_write_of_values_gives_none(store):

@@ -121,6 +121,17 @@ def test_parameters_with_copies_are_updated_late_and_train_bit_equal(pair):
     assert pair.equal()
 
 
+def test_rows_that_write_copies_along_and_wait_are_those_of_the_step_before(pair, counted):
+    """Parameters, states and copies of each step are the same entries, and all rows are late."""
+    waiting, serials = pair.narrow_rows, {group.schedule.serial for group in pair.late._waiting}
+    for step in range(1, 4):
+        pair.step()
+        assert counted == {"rows": 0, "again": step}
+        assert pair.narrow_rows == waiting
+        assert {group.schedule.serial for group in pair.late._waiting} == serials
+    assert pair.equal()
+
+
 @pytest.mark.slow
 def test_the_copy_is_not_made_again_behind_a_late_update(pair, monkeypatch):
     """Which would read the parameter once more."""

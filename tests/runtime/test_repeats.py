@@ -17,7 +17,6 @@ from zcompile.ir.schedule import Borrow, Run
 from zcompile.planner import step_plan
 from zcompile.runtime.eager import clipping, dispatch
 from zcompile.runtime.eager.clipping import SCALES
-from zcompile.runtime.eager.repeats import ListCall
 from zcompile.runtime.relocate import move
 
 WHERE = {
@@ -176,25 +175,6 @@ def test_a_change_is_seen_where_all_rests_on_the_device(change):
     run(plain, plain)
     run(model, compiled)
     assert same(model, values(plain))
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """How often rows of a list op were made, and how often a call was repeated."""
-    seen = {"rows": 0, "again": 0}
-    rows_of, again = dispatch.rows_of, ListCall.rerun
-
-    def count_rows(func, args, kwargs):
-        seen["rows"] += func._schema.name == "aten::_fused_adamw_"
-        return rows_of(func, args, kwargs)
-
-    def count_again(call):
-        seen["again"] += (done := again(call))
-        return done
-
-    monkeypatch.setattr(dispatch, "rows_of", count_rows)
-    monkeypatch.setattr(ListCall, "rerun", count_again)
-    return seen
 
 
 def test_rows_are_made_once_for_all_steps(counted, tmp_path):
@@ -518,6 +498,33 @@ def test_rows_are_made_once_of_gradients_that_rest_narrow(how, clip, counted, co
         each.steps(4, 7)
     assert counted == {"rows": before["rows"], "again": before["again"] + 4}
     assert the_same(plain, run)
+
+
+def test_copies_that_are_made_anew_change_nothing_of_another_model(tmp_path, monkeypatch):
+    """A step that writes copies in another dtype along tells nobody that an entry is not what it
+    was."""
+    monkeypatch.setattr(step_plan, "NARROW_PAYS", 0.0)
+    monkeypatch.setattr(step_plan, "LATE_PAYS", float("inf"))
+    other = on_disk(mlp(), tmp_path)
+    optimizer = optim.AdamW(other.parameters(), fused=True)
+    run = narrow_runs.Run(*narrow_runs.offloaded(narrow_runs.mlp())).steps(0, 4)
+    assert all(p.entry.copies for p in run.model.parameters())
+    train(other, optimizer, 4)
+    looked = []
+    look = dispatch.list_call
+
+    def looks(cls, func, args, kwargs):
+        looked.extend([func] * (func._schema.name == "aten::_fused_adamw_"))
+        return look(cls, func, args, kwargs)
+
+    monkeypatch.setattr(dispatch, "list_call", looks)
+    train(other, optimizer, 1)
+    assert not looked, "the operands of the step are kept"
+    run.steps(4, 6)
+    assert looked, "of the one with copies they are not"
+    looked.clear()
+    train(other, optimizer, 2)
+    assert not looked
 
 
 def wide_gradient(run):

@@ -22,6 +22,7 @@ from written import HIGH, LOW, borrow, fetch, free, run, schedule, store, wait
 from zcompile.errors import ScheduleInvalid
 from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import (
+    Cast,
     EntryIndex,
     Fetch,
     Instruction,
@@ -32,6 +33,7 @@ from zcompile.ir.schedule import (
     Run,
     Schedule,
     Slot,
+    Store,
     Ticket,
 )
 from zcompile.ir.types import Layout, Phase
@@ -59,12 +61,18 @@ def late(update: Run) -> Run:
     return replace(update, late=LateChunk(0, 0, 128))
 
 
+def writing(update: Run, *positions: int) -> Run:
+    """A late update that writes the operands at these positions."""
+    return late(replace(update, region=replace(update.region, writes=positions)))
+
+
 def part(slot: Slot, ticket: int, begin: int = -1, nbytes: int = 512) -> Fetch:
     """The part of a value that belongs into a slot; or that from `begin` on."""
     begin = slot.address if begin < 0 else begin
     return replace(fetch(slot, ticket, nbytes=nbytes), begin=begin)
 
 
+BF16 = Cast(torch.float32, torch.bfloat16)
 PAIR = Layout((256,), (1,), 0, torch.float32)
 SECOND, BOTH = part(HIGH, 1), Slot(0, 1024)
 
@@ -84,6 +92,32 @@ def parts(second: Fetch = SECOND, both: Slot = BOTH) -> tuple[Instruction, ...]:
         free(LOW, 3),
         free(HIGH, 3),
     )
+
+
+def updated(first: bool = True, second: bool = True) -> tuple[Instruction, ...]:
+    """A value in two parts, each of which may be updated, and then goes home; and it is read."""
+    rows = parts()
+    if first:
+        rows = but(rows, 4, writing(run(1, ticket=4), 0))
+    if second:
+        rows = (*rows[:6], writing(run(2, ticket=7), 0), part_home(8, 7), *rows[6:])
+    return rows
+
+
+def part_home(ticket: int, *after: int) -> Store:
+    """The second part goes home."""
+    return replace(store(HIGH, ticket, *after), begin=512)
+
+
+IN_PLACE = (
+    borrow(1),
+    writing(run(1), 0),
+    replace(borrow(2), begin=512),
+    writing(run(2), 0),
+    replace(borrow(3, PAIR), writes=False),
+    run(0, 3),
+)
+"""A value of which each half is updated where it rests, before it is read."""
 
 
 BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
@@ -201,6 +235,10 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
         lambda: schedule(*parts(second=replace(part(HIGH, 1), entry=EntryIndex(1)))),
         "'w' lies over parts that do not follow each other",
     ),
+    "a wait for parts of an entry and of its copy": (
+        lambda: schedule(*but(parts(second=replace(part(HIGH, 1), cast=BF16)), 3)),
+        "'w' lies over parts that do not follow each other",
+    ),
     "a wait for parts of which one is not filled": (
         lambda: schedule(
             part(LOW, 0, nbytes=256),
@@ -233,6 +271,68 @@ BROKEN: dict[str, tuple[Callable[[], Schedule], str]] = {
     "a part that goes home before it is written": (
         lambda: schedule(*but(parts(), 5, store(LOW, 5))),
         "the store of 'w' does not wait for the compute that writes it",
+    ),
+    "an update that is not sent home": (
+        lambda: schedule(*but(STEP, 2, writing(run(0, 1, ticket=1), 1))[:3], free(LOW, 1)),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "an update of which a part is sent home": (
+        lambda: schedule(
+            *but(STEP, 2, writing(run(0, 1, ticket=1), 1))[:3],
+            store(LOW, 2, 1, nbytes=508),
+            free(LOW, 1),
+        ),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "an update that is sent to another entry": (
+        lambda: schedule(
+            *but(STEP, 2, writing(run(0, 1, ticket=1), 1))[:3],
+            replace(store(LOW, 2, 1), entry=EntryIndex(1)),
+            free(LOW, 1),
+        ),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "an update that is sent to other bytes of its entry": (
+        lambda: schedule(*but(updated(), 7, replace(part_home(8, 7), begin=1024))),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "a part that is updated and not sent home": (
+        lambda: schedule(*updated()[:7], *updated()[8:]),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "a part that is updated once more after it was sent home": (
+        lambda: schedule(
+            *STEP[:2],
+            writing(run(0, 1, ticket=1), 1),
+            store(LOW, 2, 1),
+            fetch(HIGH, 3, 2),
+            wait(HIGH, 3, 2),  # and so for the store
+            writing(run(0, 1, ticket=4), 1),
+            free(LOW, 1),
+        ),
+        "'w' is given back, and what compute wrote there is not sent home",
+    ),
+    "a value that is read before all of its parts are updated": (
+        lambda: schedule(*updated()[:6], *updated()[8:10], *updated()[6:8], *updated()[10:]),
+        "'w' is read, and only a part of it is updated",
+    ),
+    "a value of which a part is not updated": (
+        lambda: schedule(*updated(second=False)),
+        "'w' is read, and only a part of it is updated",
+    ),
+    "a value that is read before it is updated": (
+        lambda: schedule(
+            *parts()[:4], *parts()[6:8], writing(run(1, ticket=4), 0), parts()[5], *parts()[8:]
+        ),
+        "'w' is updated after compute has read it",
+    ),
+    "a value that is read where it rests before all of it is updated": (
+        lambda: schedule(*IN_PLACE[:2], *IN_PLACE[4:], *IN_PLACE[2:4]),
+        "'w' is read, and only a part of it is updated",
+    ),
+    "a value that is read where it rests before it is updated": (
+        lambda: schedule(*IN_PLACE[4:], *IN_PLACE[:4]),
+        "'w' is updated after compute has read it",
     ),
     "a wait for another fetch": (
         lambda: schedule(SAFE[0], fetch(HIGH, 8), wait(LOW, 8, 1), *SAFE[2:]),
@@ -346,14 +446,27 @@ def test_the_oracle_knows_the_three_races_on_record(case):
     assert any("races" in fault for fault in faults(BROKEN[case][0]()))
 
 
+@pytest.mark.parametrize("case", [case for case in BROKEN if case.startswith("a wait for parts")])
+def test_the_oracle_knows_parts_that_make_no_whole(case):
+    assert any("waits for other bytes" in fault for fault in faults(BROKEN[case][0]()))
+
+
 READ_AFTER_ITS_UPDATE = (*STEP[:2], late(STEP[2]), STEP[3], run(0, 1, ticket=6), STEP[4])
 """A parameter that is on its way home while compute reads what was written."""
 
 
 @pytest.mark.parametrize(
     "rows",
-    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE, parts()],
-    ids=["forward", "step", "leaving", "read after its update", "in parts"],
+    [SAFE, STEP, LEAVING, READ_AFTER_ITS_UPDATE, parts(), updated(), IN_PLACE],
+    ids=[
+        "forward",
+        "step",
+        "leaving",
+        "read after its update",
+        "in parts",
+        "each part updated",
+        "in place",
+    ],
 )
 def test_what_they_were_broken_from_is_safe(rows):
     whole = schedule(

@@ -24,6 +24,14 @@ class ByteRanges(Generic[T]):
         low, high = self._touched(begin, end)
         return [value for _, value in self._rows[low:high]]
 
+    def bytes_over(self, begin: int, end: int) -> int:
+        """How many bytes of [begin, end) have a value."""
+        if begin >= end:
+            return 0
+        low, high = self._touched(begin, end)
+        rows = zip(self._begins[low:high], self._rows[low:high], strict=True)
+        return sum(min(end, last) - max(begin, first) for first, (last, _) in rows)
+
     def put(self, begin: int, end: int, value: T) -> None:
         """Set the value of [begin, end)."""
         if begin >= end:

@@ -136,6 +136,7 @@ class Effects(NamedTuple):
     tile          of what ranks hold shares of, the range that it is about; None: all of it
     wide_nbytes   bytes of a gradient that crosses between ranks, if hooks see it; 0: the same
     on_host       the host computes the region, or is lent the bytes of an entry for one
+    writes        of `reads`, those whose values it changes in place, to be kept
     """
 
     kind: str
@@ -166,6 +167,7 @@ class Effects(NamedTuple):
     tile: SharedRange | None = None
     wide_nbytes: int = 0
     on_host: bool = False
+    writes: tuple[Register, ...] = ()
 
     @property
     def is_collective(self) -> bool:

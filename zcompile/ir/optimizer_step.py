@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
+from itertools import accumulate
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -187,7 +188,10 @@ def joint_region(name: str, rows: Sequence[Row]) -> Region:
     digest = sha256("\n".join(region.key for region in alone).encode()).hexdigest()[:16]
     work = Work(nbytes=sum(region.work.nbytes for region in alone), ops=len(rows))
     key, text = f"{name} of {len(rows)} rows {digest}", f"{len(rows)} rows"
-    return Region(key, text, compute.joint(rows), work, alone[0].like)
+    inputs = [len(row.columns) + len(row.plains) for row in rows]
+    begins = accumulate(inputs, initial=0)
+    writes = [begin + at for begin, one in zip(begins, alone, strict=False) for at in one.writes]
+    return Region(key, text, compute.joint(rows), work, alone[0].like, writes=tuple(writes))
 
 
 ON_HOST = "on the host: "
@@ -211,7 +215,10 @@ def chunk_region(name: str, row: Row, first: int, last: int) -> Region:
     if row.on_host:
         key, like, text = f"{ON_HOST}{key}", f"{ON_HOST}{like}", f"{text} on the host"
     awaits = row.on_host and row.awaits_compute
-    return Region(key, text, call, work, like, on_host=row.on_host, awaits_compute=awaits)
+    writes = tuple([at for at, column in enumerate(row.columns) if column.writes])
+    return Region(
+        key, text, call, work, like, on_host=row.on_host, awaits_compute=awaits, writes=writes
+    )
 
 
 def _call(compute: ChunkFunction, first: int, last: int, *values: Any) -> tuple[Any, ...]:

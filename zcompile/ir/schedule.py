@@ -305,6 +305,7 @@ class Run:
             into=self.into,
             nodes=self.names,
             on_host=self.region.on_host,
+            writes=tuple([self.inputs[at] for at in self.region.writes]),
         )
 
 

@@ -321,6 +321,8 @@ class Region:
     on_host  the host computes it, on what lies in its own memory, and the device does not
     awaits_compute  it is on the host, which first waits until all compute before is over, for what
                     it reads of the device
+    writes  values in, by position, that it is there to change in place: what rows of an optimizer's
+            step write
     """
 
     key: str
@@ -335,6 +337,7 @@ class Region:
     parts: "tuple[Region, ...]" = ()
     on_host: bool = False
     awaits_compute: bool = False
+    writes: tuple[int, ...] = ()
 
 
 class LiveBytes(NamedTuple):

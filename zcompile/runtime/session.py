@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -323,19 +323,29 @@ class Collaborators:
     executor: type[Executor] = Executor
 
 
+class Place(NamedTuple):
+    """Where a call of a list op names an entry.
+
+    at    position of the operand
+    copy  number among the copies in other dtypes of that operand's entry; None: it is the operand's
+    """
+
+    at: int
+    copy: int | None = None
+
+
 @dataclass
 class Repeat:
     """One call of a list op as it was: what its rows depend on, and what became of it.
 
-    entries, inputs  which operands they are, in the order in which `schedule` counts them; a pair
-                     is a copy of an operand in another dtype
+    entries, inputs  which operands they are, in the order in which `schedule` counts them
     written          the entries it writes, among the operands
     operands         what the next call is compared with first (`eager/repeats.py`)
     """
 
     known: tuple[object, ...]
     schedule: Schedule
-    entries: tuple[int | tuple[int, int], ...]
+    entries: tuple[Place, ...]
     inputs: tuple[int, ...]
     written: tuple[int, ...]
     operands: Any = None

@@ -6,6 +6,11 @@ run until it is given back; a store or a gradient reads it; a borrow touches an 
 rests. Two accesses of the same bytes, one of
 them writing, must be ordered by `happens_before.py`, the way that was meant.
 
+What an update writes in a slot goes home, to where it was brought from, before the slot is given
+back. A forward that updates parameters reads them behind that: no update writes bytes that a region
+of the graph has read before, and who reads bytes of which some were updated reads them when all
+were.
+
 Ranks do not deadlock if each collective waits for what comes before it in a schedule alone, and all
 ranks start those of one kind in the same order. The first is read off the tickets: none is waited
 for that was not given out, and collectives of a kind are carried out in the order of the list. The
@@ -34,9 +39,11 @@ the runtime checks its bytes and strides once more before it keeps it.
 instruction.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -103,6 +110,7 @@ class SlotUse:
              begins
     touched  the last moment of compute that may have read or written the slot
     stores   transfers that read the slot
+    unsaved  bytes of the slot, begin and end, that compute wrote and no store sends home
     """
 
     walk: int
@@ -116,6 +124,7 @@ class SlotUse:
     freed: bool = False
     gathered: bool = False
     filled: int = -1
+    unsaved: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.filled < 0:
@@ -135,11 +144,49 @@ class SlotUse:
             return False
         return mine._replace(begin=its.begin, end=its.end) == its and mine.begin == its.end
 
+    def write(self, begin: int, end: int) -> None:
+        """Note that compute writes those bytes of the slot."""
+        if self.unsaved is not None:
+            begin, end = min(begin, self.unsaved[0]), max(end, self.unsaved[1])
+        self.unsaved = begin, end
+
+    def save(self, begin: int, nbytes: int, to: Span | None) -> None:
+        """Note that those bytes of the slot are sent to bytes of an entry."""
+        if self.unsaved is None or self.span is None:
+            return
+        home = self.span.begin - self.taker.slot_begin + begin
+        first, last = self.unsaved
+        if to == Span(self.span.entry, home, home + nbytes) and begin <= first:
+            self.unsaved = self.unsaved if begin + nbytes < last else None
+
     def holds(self, begin: int, nbytes: int) -> bool:
         """Whether those bytes of the slot were brought: of a share, as long as it is not gathered,
         no others."""
         first = 0 if self.gathered else self.taker.slot_begin
         return first <= begin and begin + nbytes <= first + self.filled
+
+
+class _View(NamedTuple):
+    """What a register lies over: bytes [begin, end) of the arena, in one slot or in several side by
+    side."""
+
+    uses: tuple[SlotUse, ...]
+    begin: int
+    end: int
+
+    @property
+    def span(self) -> Span | None:
+        """The bytes of an entry that were brought there; None: of none, or of several ranks."""
+        first, last = self.uses[0], self.uses[-1]
+        if first.span is None or last.span is None or last.gathered:
+            return None
+        return Span(first.span.entry, first.span.begin, last.span.end)
+
+    def write(self) -> None:
+        """Note that compute writes all of it."""
+        for use in self.uses:
+            begin = max(0, self.begin - use.slot.address)
+            use.write(begin, min(use.slot.nbytes, self.end - use.slot.address))
 
 
 class _Tiles:
@@ -179,9 +226,14 @@ class Walk:
         self.made_at = {Register(r): begun for r in range(schedule.inputs)}
         self.made_at |= dict.fromkeys(schedule.operands, begun)
         self.made_at |= {register: begun for register, _ in schedule.constants}
-        self.bound: dict[Register, tuple[SlotUse, ...]] = {}
-        """The slots that each lies over."""
+        self.bound: dict[Register, _View] = {}
+        self.read: dict[Hashable, ByteRanges[bool]] = defaultdict(ByteRanges)
+        """Bytes of entries that regions of the graph have read."""
+        self.updated: dict[Hashable, ByteRanges[bool]] = defaultdict(ByteRanges)
+        """Those that late updates have written."""
         self.borrowed: dict[Register, Span] = {}
+        self.names: dict[Register, str] = {}
+        """Of what lies in slots, or is borrowed."""
         self.written_in_place: dict[Register, Span] = {}
         self.lent_to_host: set[Register] = set()
         """Of those that are borrowed, those for what the host computes."""
@@ -342,6 +394,8 @@ class Proof:
             self._read_registers(walk, x)
         if x.region is not None:
             _in_reach(walk, x)
+            if walk.schedule.phase is not Phase.STEP:
+                _follows_updates(walk, x)
         act = self._act(walk, x)
         if x.lane is FABRIC:
             act = _collective(walk, x, act)
@@ -444,10 +498,13 @@ class Proof:
             if register in walk.parts:
                 raise walk.fail(f"register {register} is exchanged, and computed with as a value")
             if register in walk.bound:
-                for use in walk.bound[register]:
+                view = walk.bound[register]
+                for use in view.uses:
                     if use.gathered and x.updates:
                         raise walk.fail(f"{use.name!r} is updated after it is gathered")
                     self._touch(walk, use, x.updates or walk.schedule.phase is Phase.STEP)
+                if register in x.writes:
+                    view.write()
             elif register in walk.written_in_place:
                 self._homes.write_in_place(walk.written_in_place[register], self.now)
 
@@ -541,6 +598,7 @@ class Proof:
             raise walk.fail(f"{x.name!r} goes home after later compute read it from there")
         if x.home is not None and (kept := walk.keeping.pop(x.home.entry, None)) is not None:
             _is_all_of(walk, x, use, kept)
+        use.save(x.slot_begin, x.nbytes, span)
         use.stores.append(act)
 
     def _give_back(self, walk: Walk, x: Effects) -> None:
@@ -549,10 +607,14 @@ class Proof:
         use = walk.use_of(x.gives_back, x.name)
         if not use.brought.ended_by(self.now):
             raise walk.fail(f"{x.name!r} is given back while its {_kind(use)} may still write")
+        if use.unsaved is not None:
+            raise walk.fail(
+                f"{x.name!r} is given back, and what compute wrote there is not sent home"
+            )
         use.freed = True
         # Views of the value may have been read by later regions than the value itself.
         use.touched = max(use.touched, walk.last_run)
-        for register in [r for r, bound in walk.bound.items() if use in bound]:
+        for register in [r for r, view in walk.bound.items() if use in view.uses]:
             walk.forget(register)
         del walk.taken[use.slot]
         self.taken -= use.slot.nbytes
@@ -584,7 +646,9 @@ class Proof:
                     "gathers is not that of their readers, as it is on other ranks"
                 )
             walk.unread.pop(0)
-        walk.bound |= dict.fromkeys(x.defines, uses)
+        begin = x.views.address + x.slot_begin
+        walk.names |= dict.fromkeys(x.defines, x.name)
+        walk.bound |= dict.fromkeys(x.defines, _View(uses, begin, begin + x.nbytes))
 
     def _borrow(self, walk: Walk, x: Effects, span: Span) -> None:
         """Let registers lie over bytes of an entry where they rest."""
@@ -595,7 +659,7 @@ class Proof:
         if span in walk.torn:
             raise walk.fail(f"{x.name!r} is computed with where it rests, and moved as well")
         for register in x.defines:
-            walk.borrowed[register] = span
+            walk.borrowed[register], walk.names[register] = span, x.name
             if x.on_host:
                 walk.lent_to_host.add(register)
             if x.writes_home:
@@ -645,6 +709,26 @@ def _in_reach(walk: Walk, x: Effects) -> None:
             raise walk.fail(f"the device computes with register {register}, which the host is lent")
     if x.on_host and (x.defines or x.ticket is not None or x.into):
         raise walk.fail("what the host computes is an update in place, which nothing waits for")
+
+
+def _follows_updates(walk: Walk, x: Effects) -> None:
+    """Check that late updates come before what reads the same bytes of an entry, and that of what a
+    region of the graph reads all is updated, or nothing."""
+    for register in x.reads:
+        view = walk.bound.get(register)
+        span = walk.borrowed.get(register) if view is None else view.span
+        if span is None:
+            continue
+        name = walk.names[register]
+        read, updated = walk.read[span.entry], walk.updated[span.entry]
+        if register in x.writes:
+            if read.over(span.begin, span.end):
+                raise walk.fail(f"{name!r} is updated after compute has read it")
+            updated.put(span.begin, span.end, True)
+        elif not x.updates:
+            if 0 < updated.bytes_over(span.begin, span.end) < span.end - span.begin:
+                raise walk.fail(f"{name!r} is read, and only a part of it is updated")
+            read.put(span.begin, span.end, True)
 
 
 def _collective(walk: Walk, x: Effects, act: Transfer) -> Transfer:

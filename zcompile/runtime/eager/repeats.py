@@ -31,7 +31,7 @@ from zcompile.ir.types import Layout
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.eager.rows import counts_writes_in_kernels, leaves_of
 from zcompile.runtime.host_updates import HostUpdates
-from zcompile.runtime.session import Repeat, Session, session_of
+from zcompile.runtime.session import Place, Repeat, Session, session_of
 from zcompile.runtime.store.store import Entry, as_they_rest
 
 _LAYOUT = attrgetter("entry_layout")
@@ -42,9 +42,6 @@ _STATE = attrgetter(
 ON_DEVICE = -1
 """Where `_STATE` tells whether it rests on the device."""
 LIST_OPS = ("aten::_foreach", "aten::_fused")
-Place = int | tuple[int, int]
-"""Of an entry in a call: the position of its operand; or that of another and a number, of a copy of
-that in another dtype."""
 MOST_REPEATS = 8
 """Repeats kept of calls with as many operands each: of groups of parameters of one size."""
 
@@ -122,7 +119,9 @@ class ListCall:
             return  # it was widened, to be written
         writes = {c.entry for row in schedule.rows for c in row.columns if c.writes}
         written = tuple(
-            at for n, at in enumerate(tiered) if isinstance(at, int) and EntryIndex(n) in writes
+            place.at
+            for n, place in enumerate(tiered)
+            if place.copy is None and EntryIndex(n) in writes
         )
         known = self.session.repeats.setdefault(self.kind, [])
         known.append(Repeat(self.known, schedule, tuple(tiered), tuple(plain), written))
@@ -131,14 +130,9 @@ class ListCall:
 
     def _entries_at(self, places: Sequence[Place]) -> list[Entry]:
         """The entries of operands, and of copies."""
-        found = []
-        for place in places:
-            if isinstance(place, int):
-                found.append(self.entries[place])
-            else:
-                at, number = place
-                found.append(self.copies[at][number][1])
-        return found
+        return [
+            self.entries[at] if copy is None else self.copies[at][copy][1] for at, copy in places
+        ]
 
     def _in_rows(self) -> tuple[list[Place], list[int]]:
         """Positions of tiered and of other operands, row after row; of a row the operands of
@@ -152,11 +146,11 @@ class ListCall:
                 taken = [row] if count == rows else range(abs(count))
                 for at in (begin + n for n in taken):
                     if at in self.entries:
-                        tiered.append(at)
+                        tiered.append(Place(at))
                     else:
                         plain.append(at)
                     changes += self.changing.get(at, ())
-                    copies += [(at, number) for number in range(len(self.copies.get(at, ())))]
+                    copies += [Place(at, copy) for copy in range(len(self.copies.get(at, ())))]
                 begin += abs(count)
             plain += changes
             tiered += copies

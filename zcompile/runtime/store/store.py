@@ -329,10 +329,11 @@ class Entry:
 
     def blank_copy(self, dtype: torch.dtype) -> "Entry":
         """Its copy in another dtype, of no value until `copy_made`: what is overwritten need not be
-        read."""
+        read. On the device it is not: nothing changes there of what is kept between steps."""
         copy, _ = self.copies[dtype]
-        self.keep_copy(dtype, copy)
-        self.store.zero(copy)
+        self.copies[dtype] = copy, NEVER
+        if not copy.on_device:
+            self.store.zero(copy)
         return copy
 
     def copy_made(self, dtype: torch.dtype, version: int) -> None:

@@ -223,7 +223,8 @@ class TransferQueue:
         with self._lock:
             self.check(place)
             place.written.clear()
-        CHANGES.note()
+        if place.tier.on_device:  # elsewhere nobody is lent its bytes from step to step
+            CHANGES.note()
 
     def free(self, place: Place) -> None:
         """Give the extent back once nothing is in flight on it."""

@@ -243,6 +243,25 @@ def test_a_model_whose_states_are_off_the_card(out):
     assert "fits" in ahead["ahead"]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        ([], "8, out of time after 0 of 6 steps, 0 of 3 counted"),
+        ([9.0, 2.0], "8, out of time after 2 of 6 steps, 0 of 3 counted"),
+        ([9.0, 2.0, 4.0, 1.0], "8, out of time after 4 of 6 steps, 1 of 3 counted"),
+        ([9.0, 2.0, 4.0, 1.0, 1.0, 1.0], "8"),
+    ],
+)
+def test_a_row_that_ran_out_of_time_says_so(seconds, told):
+    args = bench.parser().parse_args(tiny("seven-billion", "--steps", "3"))
+    row = {"name": "8", "parameters": 10, "all_s": seconds}
+    links = dict.fromkeys(("h2d", "d2h", "disk_read", "disk_write"), 0)
+    stats = {"steps": len(seconds), "bytes": links, "peak": {}, "inexact": [], "predicted": None}
+    seven_billion.settled(row, args, {**stats, "seconds": {"stall": 0.0, "optimizer": 0.0}})
+    assert row["name"] == told
+    assert ("step_s" in row) is bool(seconds)
+
+
 def test_the_llama_of_the_defaults_has_the_parameters_of_llama_7b():
     args = bench.parser().parse_args([])
     assert seven_billion.parameters(seven_billion.shape_of(args, 32)) == 6738415616

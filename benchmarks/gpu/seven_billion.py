@@ -123,7 +123,14 @@ def timed_step(
 
 
 def settled(row: Row, args: argparse.Namespace, stats: Mapping[str, Any]) -> None:
-    """What the steps that were made tell."""
+    """What the steps that were made tell. Where time ran out before they were all made, the name of
+    the row says so: what it tells is then of fewer steps, or of those that do not count."""
+    made, wanted = len(row["all_s"]), WARM_UP + args.steps
+    if made < wanted:
+        counted = f"{max(made - WARM_UP, 0)} of {args.steps} counted"
+        row["name"] += f", out of time after {made} of {wanted} steps, {counted}"
+    if not made:
+        return
     row["first_s"] = row["all_s"][0]
     row["third_s"] = row["all_s"][2] if len(row["all_s"]) > 2 else None
     predicted = row.setdefault("predicted", stats["predicted"])

@@ -98,6 +98,20 @@ def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
     assert activation_budget(session).beside is beside
 
 
+@pytest.mark.parametrize(
+    ("machine", "kernels", "ours"),
+    [(None, "auto", False), ("h200-141gb", "auto", True), ("h200-141gb", "stock", False)],
+)
+def test_tiles_of_a_loss_are_computed_as_they_would_be_there(machine, kernels, ours):
+    """By kernels of our own on a card that is named, which no run here could take."""
+    config = Config(device="cpu", kernels=kernels, tile_bytes=4 * KiB, device_memory=4 * MiB)
+    terms = plan.terms_of(config, machine)
+    step = plan.trace(on_meta(), (IDS, IDS), terms).step
+    texts = [region.text for call in step.calls for region in call.schedule.regions()]
+    assert any("triton_kernels" in text for text in texts) is ours
+    assert any("exp" in text for text in texts) is not ours
+
+
 def test_a_percentage_is_of_the_machine_that_is_planned_for():
     tiers = plan.terms_of(Config(device="cpu", device_memory="50%"), "h200-node").machine.tiers
     whole = plan.terms_of(Config(device="cpu"), "h200-node").machine.tiers

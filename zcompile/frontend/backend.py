@@ -315,7 +315,8 @@ class _Graph:
 
         session = self.session()
         compiler = None if session is None else compiler_of(session, self.config)
-        passes = pipeline(self.config, around, trial, compiler)
+        by_kernels = None if session is None else session.tiles_by_kernels()
+        passes = pipeline(self.config, around, trial, compiler, by_kernels)
         self.work.begin("")  # it is traced
         with working("passes") as work:
             return run(gm, plan, passes, watch=self.watch, begins=begins)

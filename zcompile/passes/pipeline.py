@@ -65,13 +65,16 @@ def pipeline(
     around: Callable[[], ActivationBudget] | None = None,
     tried: Callable[[], None] = not_told,
     compiler: CompileFusion | None = None,
+    by_kernels: bool | None = None,
 ) -> tuple[Pass, ...]:
     """The passes in order; the one place where the user's wishes become the fields of a pass.
 
     around    the machine that activations are planned for; None: all are saved
     tried     is called at each trial, of which there may be many
     compiler  compiles a fusion; None: whatever `config` says, compute is run as it is
+    by_kernels  whether kernels of our own compute tiles of a loss; None: as `config` says for here
     """
+    fused = config.tiles_by_kernels if by_kernels is None else by_kernels
     tile_bytes = _tile_bytes(config)
     gathered = (
         GatherParams(),  # one gather per parameter and phase, before its first reader
@@ -90,7 +93,7 @@ def pipeline(
     whole = Trial((tiles, replace(activations, compares=False), rewrite, *gathered, split), tried)
     again = config.activations in ("auto", "recompute")  # whether values may be computed again
     return (
-        TileLoss(tile_bytes, config.tiles_by_kernels),  # a loss over a large vocabulary is tiled
+        TileLoss(tile_bytes, fused),  # a loss over a large vocabulary is tiled
         # What is cut, and how finely: by trials.
         ChooseTiles(tile_bytes, whole, again, config.param_dtype is not None),
         TileTokens(),  # what fits over slices of tokens only

@@ -62,6 +62,7 @@ class Terms:
     chunk_bytes  per operand and chunk of an optimizer's step, at most
     activations, tile_bytes, regions, stage, partition  as in `Config`
     updates_on_host  whether a plan of one rank may let the host compute updates beside the device
+    tiles_by_kernels  whether kernels of our own compute tiles of a loss, as `Config` says of a run
     """
 
     machine: Machine
@@ -76,6 +77,7 @@ class Terms:
     stage: str | int = "auto"
     partition: str = "slices"
     updates_on_host: bool = False
+    tiles_by_kernels: bool = False
 
     def on(self, machine: Machine) -> "Terms":
         """The same terms for another machine, whose host has room for another staging ring."""

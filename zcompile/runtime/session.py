@@ -623,6 +623,10 @@ class Session(Store):
             nbytes -= before - self.live_memory.nbytes
         self.split.hold(nbytes, schedule.least_bytes)
 
+    def tiles_by_kernels(self) -> bool:
+        """Whether kernels of our own compute tiles of a loss."""
+        return self.config.tiles_by_kernels
+
     def ways(self) -> TransferModes:
         """How bytes travel here, for who predicts it."""
         device, ring = self.device, self._context.staging

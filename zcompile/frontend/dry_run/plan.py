@@ -226,6 +226,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         config.partition,
         updates_on_host=config.updates_on_host("cuda" if ways.asynchronous else "cpu")
         and not emulates,
+        # A card that is named has what kernels need; whether this machine has it says nothing.
+        tiles_by_kernels=config.tiles_by_kernels if here else config.kernels != "stock",
     )
     return terms.on(found)
 
@@ -322,7 +324,8 @@ def _session(terms: Terms) -> DryRunSession:
     )
     device = machine.tiers["device"] if terms.bounded else TRACED_BYTES
     fabric = DryRunFabric(machine.mesh) if machine.ranks > 1 else None
-    return DryRunSession(config, device, terms.emulates, tiers, terms.ways, fabric)
+    by_kernels = terms.tiles_by_kernels
+    return DryRunSession(config, device, terms.emulates, tiers, terms.ways, fabric, by_kernels)
 
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:

@@ -88,6 +88,7 @@ class DryRunSession(Session):
     beside        tier other than the device -> bytes of it for entries
     ways          how bytes travel on the machine that is planned for
     fabric        of the ranks of which this is one; None: it trains alone
+    tiles_by_kernels  whether kernels of our own compute tiles of a loss there
     """
 
     computes = False
@@ -100,8 +101,9 @@ class DryRunSession(Session):
         beside: Mapping[str, int],
         ways: TransferModes,
         fabric: Fabric | None = None,
+        tiles_by_kernels: bool = False,
     ) -> None:
-        self._beside, self._ways = beside, ways
+        self._beside, self._ways, self._by_kernels = beside, ways, tiles_by_kernels
         self.memories: list[Memory] = []
         """What the values of each graph that was compiled hold of the device, in that order."""
         opening = partial(
@@ -114,6 +116,9 @@ class DryRunSession(Session):
 
     def ways(self) -> TransferModes:
         return self._ways
+
+    def tiles_by_kernels(self) -> bool:
+        return self._by_kernels
 
     def any_on_device(self, operands: Sequence[Any]) -> bool:
         """Any tensor: here all are on the CPU, and what an optimizer hands over as a tensor, and

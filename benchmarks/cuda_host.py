@@ -70,6 +70,9 @@ class _Stream:
     def wait_event(self, event: object) -> None:
         return
 
+    def wait_stream(self, other: object) -> None:
+        return
+
     def synchronize(self) -> None:
         return
 
@@ -107,6 +110,7 @@ def _without_cuda() -> SimpleNamespace:
         current_stream=lambda device: stream,
         current_device=lambda: 0,
         set_device=lambda device: None,
+        empty_cache=lambda: None,
         device=lambda device: contextlib.nullcontext(),
         mem_get_info=lambda device: (1 << 40, 1 << 40),
         cudart=lambda: pinning,

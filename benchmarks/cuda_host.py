@@ -18,12 +18,16 @@ gradients and a step of a fused AdamW, beside those of plain torch; parameters h
 that little of it is arithmetic. And of a model that streams: parameters of 4096 elements, of which
 most come from the host; clipping waits for the step there, and the step brings four operands of
 each parameter and sends three home.
+
+Last, how many calls clipping and a step of a fused AdamW make for 40 weights whose gradients rest
+narrow, as under autocast they do: each is at least one launch on a card.
 """
 
 import argparse
 import contextlib
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +35,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity
 
 import zcompile
 from zcompile.config import Config
@@ -70,6 +75,9 @@ class _Stream:
     def wait_event(self, event: object) -> None:
         return
 
+    def wait_stream(self, other: object) -> None:
+        return
+
     def synchronize(self) -> None:
         return
 
@@ -107,6 +115,7 @@ def _without_cuda() -> SimpleNamespace:
         current_stream=lambda device: stream,
         current_device=lambda: 0,
         set_device=lambda device: None,
+        empty_cache=lambda: None,
         device=lambda device: contextlib.nullcontext(),
         mem_get_info=lambda device: (1 << 40, 1 << 40),
         cudart=lambda: pinning,
@@ -247,6 +256,36 @@ def updates(device_memory: str | None, rounds: int, width: int = 16) -> tuple[fl
     return min(clips) / count * 1e6, min(steps) / count * 1e6
 
 
+NARROW = "_foreach_copy_", "_to_copy", "_foreach_mul_", "_fused_adamw_"
+"""Ops by which narrow gradients are widened, scaled, and used."""
+
+
+def calls_with_narrow_gradients(weights: int = 40, width: int = 192) -> dict[str, int]:
+    """Op -> its calls in clipping and a step, those counted as well that torch makes of lists of
+    tiered tensors, and for its step counts."""
+    with (
+        mock.patch.object(cuda, "_CUDA", _without_cuda()),
+        mock.patch.object(opening, "CpuDevice", _Idle),
+    ):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(weights)))
+        zcompile.offload(
+            model, device="cpu", device_memory="64MiB", host_memory="256MiB", updates="device"
+        )
+        run = torch.compile(model, backend="zinf")
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(WARM + 1):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = run(torch.ones(2, width)).sum()
+            loss.backward()
+            with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as seen:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        zcompile.close(model)
+    calls = Counter(event.name.removeprefix("aten::") for event in seen.events())
+    return {op: calls[op] for op in NARROW}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -269,6 +308,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{name:26} {clip:6.1f} us clipping {step:6.1f} us a step, for each parameter",
             flush=True,
         )
+    calls = ", ".join(f"{op} {count}" for op, count in calls_with_narrow_gradients().items())
+    print(f"{'narrow gradients':26} calls for 40 weights: {calls}", flush=True)
 
 
 if __name__ == "__main__":

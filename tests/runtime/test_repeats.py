@@ -1,6 +1,8 @@
 """A list op whose like was called before keeps its schedule; whatever that depends on, it sees."""
 
 import copy
+import math
+from collections import Counter
 
 import narrow_runs
 import pytest
@@ -15,6 +17,7 @@ import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
 from zcompile.planner import step_plan
+from zcompile.runtime import widening
 from zcompile.runtime.eager import clipping, dispatch
 from zcompile.runtime.eager.clipping import SCALES
 from zcompile.runtime.relocate import move
@@ -525,6 +528,55 @@ def test_copies_that_are_made_anew_change_nothing_of_another_model(tmp_path, mon
     looked.clear()
     train(other, optimizer, 2)
     assert not looked
+
+
+def ops_of_a_step(run):
+    """Op -> how often a step of an optimizer, with clipping, called it: list ops also as torch was
+    asked for them, with tiered tensors."""
+    run.backward(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run.step()
+    return Counter(event.name.removeprefix("aten::") for event in seen.events())
+
+
+WEIGHT_BYTES = 4 * narrow_runs.WIDTH**2
+BATCHES = {"at once": (1 << 24, 1), "two at once": (2 * WEIGHT_BYTES, 2), "one by one": (1, 4)}
+"""Bytes that may be widened at once, and so in how many calls those of four weights are."""
+
+
+@pytest.mark.parametrize(("most", "calls"), BATCHES.values(), ids=BATCHES)
+def test_gradients_that_rest_narrow_are_widened_and_stepped_by_few_calls(most, calls, monkeypatch):
+    monkeypatch.setattr(widening, "WIDE_BYTES", most)
+    plain, run = (each.steps(0, 4) for each in autocast_pair("room for all", 1e-3))
+    assert all(p.grad is None for p in run.model.parameters())
+    ops = ops_of_a_step(run)
+    assert ops["_foreach_copy_"] == calls
+    assert ops["_fused_adamw_"] == ops["_foreach_mul_"] == 1 + calls
+    plain.steps(4, 5)
+    assert the_same(plain, run)
+
+
+@pytest.mark.parametrize(("most", "calls"), BATCHES.values(), ids=BATCHES)
+def test_norms_of_gradients_that_stay_narrow_are_taken_by_few_calls(most, calls, monkeypatch):
+    monkeypatch.setattr(widening, "WIDE_BYTES", most)
+    plain, run = (each.steps(0, 4) for each in autocast_pair("room for all", 1e-3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run.backward(4)
+    ops = Counter(event.name for event in seen.events())
+    homes = Counter(p.grad.entry.home for p in run.model.parameters())  # one home after the other
+    expected = sum(math.ceil(count * calls / 4) for count in homes.values())
+    assert ops["aten::_foreach_copy_"] == ops["aten::_foreach_norm"] == expected
+    run.step()
+    plain.steps(4, 5)
+    assert the_same(plain, run)
+
+
+def test_nothing_is_widened_to_be_measured_where_nobody_clips():
+    _, run = (each.steps(0, 4) for each in autocast_pair("room for all"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run.backward(4)
+    assert not any(event.name == "aten::_foreach_copy_" for event in seen.events())
+    assert all(p.grad.entry.narrow is not None for p in run.model.parameters())
 
 
 def wide_gradient(run):

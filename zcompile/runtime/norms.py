@@ -96,6 +96,11 @@ class Norms:
         self._wanted: dict[Measure, None] = {CLIPPING: None}
         self._asked: dict[Measure, None] = {}
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is measured."""
+        return bool(self._wanted)
+
     def note(self, entry: Entry, grad: Tensor) -> None:
         """Measure `grad`, which has just become the whole value of `entry`."""
         if not self._wanted:

@@ -33,6 +33,8 @@ from zcompile.runtime.late import changes_made
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Deferred, Entry, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
+from zcompile.runtime.widening import batches
+from zcompile.runtime.widening import widened as widened_together
 
 # --- Streaming ---
 
@@ -137,7 +139,7 @@ class StreamedCall:
         changes = self._deferred_changes(columns, plains)
         wide = self._widened(columns)
         narrowed = self._narrow(columns, numel)
-        joins = can_run_as_lists(app) and target is None and not wide
+        joins = can_run_as_lists(app) and target is None
         on_host = self._is_for_host(columns, plains)
         kernels = session_of(self.entries[0]).config.steps_by_kernels and not on_host
         func = computes(app, kernels)
@@ -393,8 +395,17 @@ class Chunked:
         """Whether rows with these two computations may be computed in one call."""
         return self.in_lists and self == other
 
-    def joint(self, rows: Sequence[Row]) -> "_JointCall":
-        """The computation of many such rows at once."""
+    def joint(self, rows: Sequence[Row]) -> Callable[..., tuple[Any, ...]]:
+        """The computation of many such rows: at once, or, of operands that are widened for it, of
+        as many at once as may be wide together."""
+        if not self.widened:
+            return self._joint_call(rows)
+        itemsize = sum(dtype.itemsize for _, dtype in self.widened)
+        sizes = [row.numel * itemsize for row in rows]
+        found = [self._joint_call(rows[x]) for x in batches(sizes)]
+        return found[0] if len(found) == 1 else _JointCalls(tuple(found))
+
+    def _joint_call(self, rows: Sequence[Row]) -> "_JointCall":
         columns, width = self.columns, self.columns + len(rows[0].plains)
         starts = range(0, width * len(rows), width)
         numbers: tuple[list[Any], dict[str, Any]] = trees.tree_unflatten(
@@ -418,9 +429,11 @@ class Chunked:
             tuple(filled(number) for number in args),
             {name: filled(number) for name, number in kwargs.items()},
             tuple(row.numel for row in rows),
+            columns,
             width,
-            bool(self.changes),
+            self.changes,
             self.narrowed,
+            self.widened,
         )
 
     def __call__(self, first: int, last: int, values: Sequence[Any]) -> None:
@@ -465,26 +478,57 @@ class _Operand:
 class _JointCall:
     """Applies a list op to many whole rows at once, as it was called.
 
-    changes  deferred changes wait for the rows: those are applied before such rows rest in reach,
-             so that only a simulated step joins them
+    columns  how many of the values of a row are tiered operands; plain ones follow
+    width    how many values a row has
+    changes  deferred changes of what is widened, made in the wide values. Those of other operands
+             are applied before such rows rest in reach, so that only a simulated step joins them
     """
 
     func: Callable[..., Any]
     args: tuple[_Operand, ...]
     kwargs: dict[str, _Operand]
     numels: tuple[int, ...]
+    columns: int
     width: int
-    changes: bool
+    changes: Changes
     narrowed: CopyCasts
+    widened: Widened
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
-        assert not self.changes, "a change waits for what is computed where it rests"
+        given = self._changed(values) if self.widened or self.changes else values
         numels = self.numels
-        kwargs = {name: operand.of(values, numels) for name, operand in self.kwargs.items()}
-        self.func(*(operand.of(values, numels) for operand in self.args), **kwargs)
+        kwargs = {name: operand.of(given, numels) for name, operand in self.kwargs.items()}
+        self.func(*(operand.of(given, numels) for operand in self.args), **kwargs)
         if self.narrowed.pairs:
             for row, numel in enumerate(numels):
                 self.narrowed(0, numel, values[row * self.width : (row + 1) * self.width])
+        return ()
+
+    def _changed(self, values: Sequence[Any]) -> Sequence[Any]:
+        """As `changed`, of all rows."""
+        found, end, wide = [*values], len(self.numels) * self.width, dict[int, list[Tensor]]()
+        for column, dtype in self.widened:
+            wide[column] = widened_together(values[column : end : self.width], dtype)
+            found[column : end : self.width] = wide[column]
+        for column, plain, change in self.changes:
+            assert column in wide, "a change waits for what is computed where it rests"
+            operands = values[self.columns + plain : end : self.width]
+            change.apply_to_each(wide[column], operands)
+        return found
+
+
+@dataclass(frozen=True)
+class _JointCalls:
+    """One after the other, each with the values of its rows."""
+
+    calls: tuple[_JointCall, ...]
+
+    def __call__(self, *values: Any) -> tuple[Any, ...]:
+        begin = 0
+        for call in self.calls:
+            end = begin + call.width * len(call.numels)
+            call(*values[begin:end])
+            begin = end
         return ()
 
 

@@ -26,6 +26,7 @@ from zcompile.runtime.store.resident import copy_dense
 from zcompile.runtime.store.store import Entry, Store, as_they_rest
 from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.tiers.extents import WrittenRanges
+from zcompile.runtime.widening import batches, widened
 
 
 @dataclass(frozen=True)
@@ -232,12 +233,19 @@ class DeviceGradients:
 
     def _take_norms(self, made: Sequence[tuple[Entry, Tensor, torch.dtype]]) -> None:
         """Take the norms of entries in these dtypes, of which the values are there: of those that
-        have them at once; others are widened one after the other."""
+        have them at once; others are widened first, as many at once as may be wide together."""
         as_made = [(entry, value) for entry, value, dtype in made if value.dtype is dtype]
         self._norms.note_each([entry for entry, _ in as_made], [value for _, value in as_made])
+        if not self._norms.wanted:
+            return
+        narrow = dict[tuple[torch.dtype, torch.dtype], list[tuple[Entry, Tensor]]]()
         for entry, value, dtype in made:
             if value.dtype is not dtype:
-                self._norms.note(entry, value.to(dtype))
+                narrow.setdefault((value.dtype, dtype), []).append((entry, value))
+        for (_, dtype), rows in narrow.items():
+            entries, values = zip(*rows, strict=True)
+            for x in batches([value.numel() * dtype.itemsize for value in values]):
+                self._norms.note_each(entries[x], widened(values[x], dtype))
 
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""

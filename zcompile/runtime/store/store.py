@@ -83,6 +83,15 @@ class Deferred:
         """
         self.func([values] if self.lists else values, operand)
 
+    def apply_to_each(self, values: Sequence[Tensor], operands: Sequence[Any]) -> None:
+        """As `apply`, to ranges of many entries of which the same change waits: by one call, if it
+        takes lists and the operand of all is one."""
+        if self.lists and all(operand is operands[0] for operand in operands):
+            self.func(values, operands[0])
+            return
+        for value, operand in zip(values, operands, strict=True):
+            self.apply(value, operand)
+
 
 class Changing(Protocol):
     """What deferred changes need of an entry."""

@@ -34,6 +34,7 @@ NOT_RUN = {
     "python -m benchmarks.plan_parts": "takes minutes: its arguments are parsed",
     "python -m benchmarks.estimates": "takes minutes: its arguments are parsed",
     "python -m benchmarks.packing": "takes minutes: its arguments are parsed",
+    "python -m benchmarks.startup": "takes minutes: its arguments are parsed",
     "python -m benchmarks.host_time": "takes minutes: its arguments are parsed",
     "python -m benchmarks.kernels": "needs a GPU: its arguments are parsed",
     "python -m benchmarks.gpu": "needs a GPU, or takes minutes: its arguments are parsed",

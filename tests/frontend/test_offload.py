@@ -5,7 +5,9 @@ import gc
 import io
 import os
 import weakref
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from pairs import (
@@ -29,6 +31,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import EntryKind
 from zcompile.runtime.closing import wait_for_dead_stores
 from zcompile.runtime.device.pages import machine_bytes
+from zcompile.runtime.store.store import Store
 
 
 def test_the_objects_stay_the_same(tmp_path):
@@ -44,6 +47,51 @@ def test_the_objects_stay_the_same(tmp_path):
     first = torch.optim.AdamW(plain.parameters())
     assert train(plain, first) == train(model, optimizer)
     assert_same(plain, model)
+
+
+HOLDERS = {
+    "nobody": lambda p: None,
+    "a name": lambda p: p.data,
+    "a part": lambda p: p.detach()[1:],
+    "its storage": lambda p: p.untyped_storage(),
+    "numpy": lambda p: p.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_values_are_copied_first_only_where_somebody_may_write_them(holder, tmp_path, monkeypatch):
+    read, put = [], Store.put_whole
+
+    def noted(store, entry, source, **given):
+        read.append(source.data_ptr())
+        return put(store, entry, source, **given)
+
+    monkeypatch.setattr(Store, "put_whole", noted)
+    param = nn.Parameter(torch.randn(300, 7))
+    address, values = param.data_ptr(), param.tolist()
+    held = HOLDERS[holder](param)
+    model = nn.Module()
+    model.register_parameter("weight", param)
+    on_disk(model, tmp_path)
+    assert (read == [address]) is (held is None)
+    assert param.tolist() == values
+
+
+def test_an_array_that_is_written_behind_the_offload_changes_nothing(tmp_path):
+    array = np.ones((300, 7), dtype=np.float32)
+    model = nn.Module()
+    model.register_parameter("weight", nn.Parameter(torch.from_numpy(array)))
+    read, put = [], Store.put_whole
+
+    def noted(store, entry, source, **given):
+        read.append(source.data_ptr())
+        array[:] = 2  # before the bytes are read
+        return put(store, entry, source, **given)
+
+    with mock.patch.object(Store, "put_whole", noted):
+        on_disk(model, tmp_path)
+    assert read != [array.ctypes.data]
+    assert model.weight.eq(1).all()
 
 
 def test_gradients_that_were_there_move_along(tmp_path):

@@ -758,6 +758,20 @@ def holders_of_memory() -> None:
 
 
 @contract
+def is_sole_holder() -> None:
+    """Another tensor, an array of numpy, or a memory of processes, is another holder."""
+    a = torch.zeros(4)
+    assert private.is_sole_holder(a)
+    b = a[1:]
+    assert not private.is_sole_holder(a)
+    del b
+    assert private.is_sole_holder(a)
+    assert private.is_sole_holder(torch.nn.Parameter(a.clone()))
+    assert not private.is_sole_holder(torch.from_numpy(a.numpy().copy()))
+    assert not private.is_sole_holder(torch.zeros(4).share_memory_())
+
+
+@contract
 def counted_with() -> None:
     """Another number in another memory, one count, and neither keeps the other."""
     a, value = torch.zeros(()), torch.ones(())

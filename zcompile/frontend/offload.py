@@ -48,6 +48,7 @@ from zcompile.ir.handles import REBUILD_ADVICE, disown
 from zcompile.ir.torch_compat import (
     forget_hooks,
     holders_of_memory,
+    is_sole_holder,
     set_by,
     tell_of_compiling,
     untraced,
@@ -478,15 +479,22 @@ def _blank(session: Session, name: str, param: Tensor) -> TieredTensor:
 
 
 def _tiered(
-    session: Session, name: str, param: Tensor, room: TieredTensor | None = None
+    session: Session,
+    name: str,
+    param: Tensor,
+    room: TieredTensor | None = None,
+    given: bool = False,
 ) -> TieredTensor:
-    """A tiered tensor with the value of `param`; unset for one on meta. room: made for it."""
+    """A tiered tensor with the value of `param`; unset for one on meta. room: made for it.
+
+    given  nobody writes to the memory of `param` any more
+    """
     made = _blank(session, name, param) if room is None else room
     entry, layout = made.entry, made.entry_layout
     if session.fabric is not None:
         param = agreed_value(session.fabric, name, param, partial(session.unlike.add, entry.key))
     if not param.is_meta:
-        write(entry, layout, param, agreed=True)
+        write(entry, layout, param, agreed=True, given=given)
     return made
 
 
@@ -499,9 +507,11 @@ def _become_tiered(
     first  a tiered parameter that showed the same memory, and shows the same entry
     room   for its value; None: it is made now
     """
+    # Memory that nobody else reaches needs no copy that is safe from writes while it is read.
+    given = session.fabric is None and not param.is_meta and is_sole_holder(param)
     grad, marks, value = param.grad, dict(vars(param)), param.detach()
     tiered = (
-        _tiered(session, name, value, room)
+        _tiered(session, name, value, room, given)
         if first is None
         else TieredTensor.sharing(first, Layout.of(value))
     )
@@ -521,7 +531,8 @@ def _become_tiered(
     del made
     # What others hold stays theirs: the memory, and the gradient.
     alone = session.fabric is None  # a share is no copy of what others hold
-    if first is None and alone and not value.is_meta and holders_of_memory(value) > 1:
+    held = not given and not value.is_meta and holders_of_memory(value) > 1
+    if first is None and alone and held:
         MemorySource(param.entry, value)  # whoever holds it may write
     if grad is not None:
         param.grad = grad.to(session.device.torch_device)

@@ -1002,6 +1002,15 @@ def holders_of_memory(tensor: Tensor) -> int:
     return uses - 1 + named
 
 
+def is_sole_holder(tensor: Tensor) -> bool:
+    """Whether nothing but `tensor` reaches its memory: no other tensor, no array of numpy, no
+    mapped file, no other process."""
+    storage = tensor.untyped_storage()
+    ours = storage.resizable() and not (tensor.is_cpu and storage.is_shared())
+    del storage  # it would count
+    return ours and holders_of_memory(tensor) == 1
+
+
 def _references_to_storage(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)

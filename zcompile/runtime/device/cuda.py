@@ -19,7 +19,7 @@ from zcompile.ir.ties import Watch
 from zcompile.ir.torch_compat import spin, use_expandable_segments
 from zcompile.ir.units import MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
-from zcompile.runtime.device.pages import copy_bytes, host_pages
+from zcompile.runtime.device.pages import copy_bytes, host_pages, touch_pages
 from zcompile.runtime.meter import Meter, Stamp
 from zcompile.runtime.transfer.ticket import Ticket, Worker, start_workers
 
@@ -112,6 +112,7 @@ class CudaDevice:
     def host_block(self, nbytes: int) -> Tensor:
         block = host_pages(nbytes)
         if nbytes:
+            touch_pages(block)
             with _CUDA.device(self.torch_device):
                 status = int(_CUDA.cudart().cudaHostRegister(block.data_ptr(), nbytes, 0))
             if status != 0:

@@ -85,15 +85,20 @@ def _same_elements(a: Layout, b: Layout) -> bool:
 
 
 @uninterrupted
-def write(entry: Entry, layout: Layout, source: Tensor, agreed: bool = False) -> None:
+def write(
+    entry: Entry, layout: Layout, source: Tensor, agreed: bool = False, given: bool = False
+) -> None:
     """Give an entry the values of a plain tensor, broadcast and cast as `copy_` does.
 
     agreed  all ranks are known to have these values
+    given   nobody writes to the memory of `source` any more: it is read where it is
     raises  RanksDiffer, if they do not
     """
     source = materialised(source.detach())
     if Layout.of(source) == replace(layout, offset=0):
-        flat = source.as_strided((layout.span,), (1,), source.storage_offset()).clone()
+        flat = source.as_strided((layout.span,), (1,), source.storage_offset())
+        if not given:
+            flat = flat.clone()
     else:
         made = torch.empty_strided(
             layout.size, layout.stride, dtype=layout.dtype, device=source.device

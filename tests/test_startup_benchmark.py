@@ -1,0 +1,34 @@
+"""`benchmarks.startup`: phases that lie within others are counted once."""
+
+import argparse
+
+from benchmarks import startup
+
+
+def test_a_phase_is_told_without_what_lies_within_it(monkeypatch):
+    clock = [0.0, 0.0]
+    monkeypatch.setattr(startup.Phases, "_now", staticmethod(lambda: tuple(clock)))
+
+    def passes(seconds, cpu):
+        clock[0] += seconds
+        clock[1] += cpu
+
+    phases = startup.Phases()
+    passes(100, 100)  # of no phase
+    with phases.phase("outer"):
+        passes(1, 2)
+        phases.timed("inner", passes)(10, 20)
+        passes(3, 4)
+    with phases.phase("inner"):
+        passes(5, 6)
+    assert phases.taken == {"outer": [4, 6], "inner": [15, 26]}
+
+
+def test_every_phase_is_met_from_the_building_to_the_third_step():
+    args = argparse.Namespace(device="cpu", host=40.0)
+    count, phases = startup.started(args, 8e6, 1)
+    within = {name for name, _, _ in startup.INSIDE}
+    steps = {f"{part} {n}" for part in ("forward", "backward", "update") for n in (1, 2, 3)}
+    assert set(phases.taken) == within | steps | {"build, with random values", "trace"}
+    assert all(min(row) >= 0 for row in phases.taken.values())
+    assert 8e6 <= count < 16e6

@@ -162,18 +162,21 @@ def alone(nbytes: float, layers: int) -> dict[str, Any]:
 
 
 def show(title: str, rows: dict[str, list[Timed]], heads: list[str], per: list[float]) -> None:
-    """A table of phases by cases, and seconds of CPU that each takes per unit of `per`."""
-    print(f"\n{title}; s, of CPU\n\n| phase | {' | '.join(heads)} | more |")
-    print("|---|" + "---|" * (len(heads) + 1))
+    """A table of phases by cases, and, of several, seconds of CPU that each takes per unit of
+    `per`."""
+    compares = len(per) > 1
+    heads = [*heads, "more"] if compares else heads
+    print(f"\n{title}; s, of CPU\n\n| phase | {' | '.join(heads)} |")
+    print("|---|" + "---|" * len(heads))
     total = [
         (sum(t[0] for t in cells), sum(t[1] for t in cells))
         for cells in zip(*rows.values(), strict=True)
     ]
     for name, cells in {**rows, "all": total}.items():
-        cpu = [cell[1] for cell in cells]
         texts = [f"{wall:.2f}, {busy:.2f}" for wall, busy in cells]
-        more = (cpu[-1] - cpu[0]) / (per[-1] - per[0]) if len(per) > 1 else float("nan")
-        print(f"| {name} | {' | '.join(texts)} | {more:.3f} |", flush=True)
+        if compares:
+            texts.append(f"{(cells[-1][1] - cells[0][1]) / (per[-1] - per[0]):.3f}")
+        print(f"| {name} | {' | '.join(texts)} |", flush=True)
 
 
 def main() -> None:

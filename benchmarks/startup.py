@@ -111,10 +111,17 @@ def shape_of(nbytes: float, layers: int) -> LlamaShape:
         width += HEAD_SIZE
 
 
+def sketch_of(shape: LlamaShape) -> Llama:
+    """The model, without memory."""
+    with torch.device("meta"):
+        return Llama(shape)
+
+
 def started(args: argparse.Namespace, nbytes: float, layers: int) -> tuple[int, Phases]:
     """Bytes of weights of a model that is built and trained, and the phases of that."""
     phases, device = Phases(), torch.device(args.device)
     shape = shape_of(nbytes, layers)
+    nbytes = sum(p.numel() * p.element_size() for p in sketch_of(shape).parameters())
     budgets = {"device_memory": int(nbytes / 2), "host_memory": int(args.host * nbytes)}
     torch.manual_seed(0)
     with ExitStack() as patched:

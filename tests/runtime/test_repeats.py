@@ -17,10 +17,11 @@ import zcompile
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Run
 from zcompile.planner import step_plan
-from zcompile.runtime import widening
-from zcompile.runtime.eager import clipping, dispatch
+from zcompile.runtime.eager import clipping, dispatch, streaming
 from zcompile.runtime.eager.clipping import SCALES
+from zcompile.runtime.gradients import on_device
 from zcompile.runtime.relocate import move
+from zcompile.runtime.widening import WIDE_BYTES, most_wide
 
 WHERE = {
     "disk": {},
@@ -544,9 +545,25 @@ BATCHES = {"at once": (1 << 24, 1), "two at once": (2 * WEIGHT_BYTES, 2), "one b
 """Bytes that may be widened at once, and so in how many calls those of four weights are."""
 
 
+@pytest.fixture
+def wide_at_once(monkeypatch):
+    """Lets that many bytes be wide at once."""
+
+    def so_many(most):
+        for user in (streaming, on_device):
+            monkeypatch.setattr(user, "most_wide", lambda device_bytes: most)
+
+    return so_many
+
+
+def test_a_small_device_has_a_small_part_of_itself_for_wide_values():
+    assert most_wide(1 << 36) == WIDE_BYTES
+    assert most_wide(1 << 22) == 1 << 16
+
+
 @pytest.mark.parametrize(("most", "calls"), BATCHES.values(), ids=BATCHES)
-def test_gradients_that_rest_narrow_are_widened_and_stepped_by_few_calls(most, calls, monkeypatch):
-    monkeypatch.setattr(widening, "WIDE_BYTES", most)
+def test_gradients_that_rest_narrow_are_widened_and_stepped_by_few_calls(most, calls, wide_at_once):
+    wide_at_once(most)
     plain, run = (each.steps(0, 4) for each in autocast_pair("room for all", 1e-3))
     assert all(p.grad is None for p in run.model.parameters())
     ops = ops_of_a_step(run)
@@ -557,8 +574,8 @@ def test_gradients_that_rest_narrow_are_widened_and_stepped_by_few_calls(most, c
 
 
 @pytest.mark.parametrize(("most", "calls"), BATCHES.values(), ids=BATCHES)
-def test_norms_of_gradients_that_stay_narrow_are_taken_by_few_calls(most, calls, monkeypatch):
-    monkeypatch.setattr(widening, "WIDE_BYTES", most)
+def test_norms_of_gradients_that_stay_narrow_are_taken_by_few_calls(most, calls, wide_at_once):
+    wide_at_once(most)
     plain, run = (each.steps(0, 4) for each in autocast_pair("room for all", 1e-3))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
         run.backward(4)

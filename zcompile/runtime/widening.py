@@ -10,17 +10,25 @@ from zcompile.ir.units import MiB
 
 WIDE_BYTES = 16 * MiB
 """Of wide values that are there at once, unless one alone takes more: enough that a device computes
-for longer than a call takes the host, and little beside what a model has there."""
+for longer than a call takes the host."""
+WIDE_SHARE = 64
+"""A small device may have so small a part of itself for them."""
 
 
-def batches(nbytes: Sequence[int]) -> Iterator[slice]:
+def most_wide(device_bytes: int) -> int:
+    """Bytes of wide values that may be there at once, beside the budget of the device."""
+    return min(WIDE_BYTES, device_bytes // WIDE_SHARE)
+
+
+def batches(nbytes: Sequence[int], most: int) -> Iterator[slice]:
     """Runs of values of which the wide ones may be there at once, in order.
 
     nbytes  of each, once it is wide
+    most    bytes, if one alone does not take more
     """
     begin, taken = 0, 0
     for at, more in enumerate(nbytes):
-        if taken and taken + more > WIDE_BYTES:
+        if taken and taken + more > most:
             yield slice(begin, at)
             begin, taken = at, 0
         taken += more

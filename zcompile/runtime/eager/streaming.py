@@ -33,7 +33,7 @@ from zcompile.runtime.late import changes_made
 from zcompile.runtime.session import session_of
 from zcompile.runtime.store.store import Deferred, Entry, as_they_rest
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
-from zcompile.runtime.widening import batches
+from zcompile.runtime.widening import batches, most_wide
 from zcompile.runtime.widening import widened as widened_together
 
 # --- Streaming ---
@@ -155,6 +155,7 @@ class StreamedCall:
             joins,
             wide,
             lent,
+            most_wide(session_of(self.entries[0]).device_budget),
         )
         return self._row(numel, columns, plains, compute, len(narrowed.pairs), kinds, on_host)
 
@@ -378,6 +379,7 @@ class Chunked:
     widened   columns that are narrower than they are computed with, and the dtypes of that
     in_lists  rows that differ in their operands only are computed in one call
     lent      columns that are read where they rest: changes are made in a copy of the chunk
+    most      bytes of rows that may be wide at once, if one alone does not take more
     """
 
     func: Callable[..., Any]
@@ -390,6 +392,7 @@ class Chunked:
     in_lists: bool
     widened: Widened = ()
     lent: tuple[int, ...] = ()
+    most: int = 0
 
     def joins(self, other: object) -> bool:
         """Whether rows with these two computations may be computed in one call."""
@@ -402,7 +405,7 @@ class Chunked:
             return self._joint_call(rows)
         itemsize = sum(dtype.itemsize for _, dtype in self.widened)
         sizes = [row.numel * itemsize for row in rows]
-        found = [self._joint_call(rows[x]) for x in batches(sizes)]
+        found = [self._joint_call(rows[x]) for x in batches(sizes, self.most)]
         return found[0] if len(found) == 1 else _JointCalls(tuple(found))
 
     def _joint_call(self, rows: Sequence[Row]) -> "_JointCall":

@@ -26,7 +26,7 @@ from zcompile.runtime.store.resident import copy_dense
 from zcompile.runtime.store.store import Entry, Store, as_they_rest
 from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.tiers.extents import WrittenRanges
-from zcompile.runtime.widening import batches, widened
+from zcompile.runtime.widening import batches, most_wide, widened
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,10 @@ class DeviceGradients:
         for entry, value, dtype in made:
             if value.dtype is not dtype:
                 narrow.setdefault((value.dtype, dtype), []).append((entry, value))
+        most = most_wide(self._store.device_budget)
         for (_, dtype), rows in narrow.items():
             entries, values = zip(*rows, strict=True)
-            for x in batches([value.numel() * dtype.itemsize for value in values]):
+            for x in batches([value.numel() * dtype.itemsize for value in values], most):
                 self._norms.note_each(entries[x], widened(values[x], dtype))
 
     def abandon(self) -> None:

@@ -397,3 +397,20 @@ def test_slots_that_overlap_lie_in_one_piece_and_others_apart(device):
     scratch.open()
     assert [begin // KiB for begin, _ in scratch.pieces] == [0, 16, 60, 64]
     scratch.close()
+
+
+def test_a_scratch_knows_its_pieces_wherever_their_memory_lies(device, monkeypatch):
+    whole = torch.zeros(64 * KiB, dtype=torch.uint8)
+    order = [5, 1, 7, 3]
+    memory = [whole[at * 8 * KiB :][: 4 * KiB] for at in order]
+    monkeypatch.setattr(device, "allocate_each", lambda sizes: memory, raising=False)
+    scratch = StepScratch(device)
+    scratch.plan(StepRoom(0, MiB))
+    assert scratch.need((n * 16 * KiB, 4 * KiB) for n in range(len(order)))
+    assert not scratch.holds(memory[0])
+    scratch.open()
+    held = [at for at in range(16) if scratch.holds(whole[at * 4 * KiB :][:1])]
+    assert held == [2 * at for at in sorted(order)]
+    assert all(scratch.holds(piece[-1:]) for piece in memory)
+    scratch.close()
+    assert not scratch.holds(memory[0])

@@ -70,6 +70,11 @@ class Stream(Doer):
             learn(self.known, joined(event.known, scope().known))
         self.over_s = max(self.over_s, event.at_s)
 
+    def wait_stream(self, stream: "Stream") -> None:
+        with LOCK:
+            learn(self.known, joined(stream.known, scope().known))
+        self.over_s = max(self.over_s, stream.over_s)
+
     def synchronize(self) -> None:
         told(self.known)
 
@@ -399,7 +404,8 @@ class SimulatedCuda(CudaDevice):
 
     def allocate_each(self, sizes):
         # Not as the device's own, after which copies know all that compute has done: no memory
-        # here is another's before, so what orders them else is seen to be enough.
+        # here is another's before, so what orders them else is seen to be enough. The device's own
+        # has a test to itself (`test_stores.py`).
         with torch.inference_mode(False):
             made = [torch.empty(nbytes, dtype=torch.uint8) for nbytes in sizes]
         for memory in made:

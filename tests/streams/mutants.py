@@ -313,6 +313,18 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
 """What is broken -> the mode in which it is looked for, and the edits."""
 
 OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
+    "copies to new memory do not wait for compute that had it before": (
+        "copy to memory that compute had",
+        (Edit(CudaDevice, "allocate_each", "*self._streams.values(), ", "*(), "),),
+    ),
+    "copies of ranks to new memory do not wait for compute that had it before": (
+        "copy for ranks to memory that compute had",
+        (Edit(CudaDevice, "allocate_each", ", *self._own_streams", ","),),
+    ),
+    "a new stream of ranks does not wait for compute": (
+        "copy for ranks on a new stream",
+        (Edit(CudaDevice, "copier", "stream.wait_stream(self.compute_stream())", "pass"),),
+    ),
     "a transfer follows the reads of its entry's bytes, and not their way home": (
         "fetch a sum at once",
         (

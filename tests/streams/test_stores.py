@@ -17,7 +17,7 @@ from zcompile.errors import Unsupported
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
 from zcompile.runtime.device import cuda
-from zcompile.runtime.device.cuda import Mark
+from zcompile.runtime.device.cuda import CudaDevice, Mark
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.store import Store
 from zcompile.runtime.transfer.one_copy import MOST_UNSEEN
@@ -102,6 +102,33 @@ def put_from_host_at_once(store):
     assert store.read_here(entry).eq(7).all()
 
 
+def memory_that_compute_had(store):
+    """Memory of the device's own that torch hands out again while compute is not done with it."""
+    before = torch.ones(SIZE, dtype=torch.uint8)
+    with store.simulation.computing("compute"):
+        store.simulation.launch([], [before])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *how, **named: before)
+        (memory,) = CudaDevice.allocate_each(store.device, [SIZE])
+    assert memory is before
+    return memory
+
+
+def copy_to_memory_that_compute_had(store):
+    memory, host = memory_that_compute_had(store), store.device.host_block(SIZE)
+    store.device.enqueue("h2d", memory, host, [], "w")
+
+
+def copy_for_ranks_to_memory_that_compute_had(store):
+    copier, host = store.device.copier("lane"), store.device.host_block(SIZE)
+    copier.enqueue(memory_that_compute_had(store), host)
+
+
+def copy_for_ranks_on_a_new_stream(store):
+    memory, host = memory_that_compute_had(store), store.device.host_block(SIZE)
+    store.device.copier("lane").enqueue(memory, host)
+
+
 def die_at_once(store):
     entry = create(store, "old")
     assert entry.home == "host"
@@ -122,6 +149,9 @@ USES = {
     "fetch what is there in part at once": fetch_what_is_there_in_part_at_once,
     "put from the host at once": put_from_host_at_once,
     "die at once": die_at_once,
+    "copy to memory that compute had": copy_to_memory_that_compute_had,
+    "copy for ranks to memory that compute had": copy_for_ranks_to_memory_that_compute_had,
+    "copy for ranks on a new stream": copy_for_ranks_on_a_new_stream,
 }
 
 
@@ -145,6 +175,15 @@ def test_without_one_of_its_orders_a_store_is_found_out(store, mutant):
         for edit in edits:
             broken.enter_context(edit.made())
         assert pairs_of(store, USES[use])
+
+
+@pytest.mark.parametrize(
+    "asks", [lambda device: CudaDevice.allocate_each(device, [SIZE]), lambda d: d.copier("lane")]
+)
+def test_memory_and_streams_come_behind_the_stream_of_compute_alone(store, asks):
+    store.device.mark()
+    with store.simulation.cuda.stream(Stream(name="another")), pytest.raises(Unsupported):
+        asks(store.device)
 
 
 def test_what_is_in_flight_on_dead_entries_takes_no_room(store):

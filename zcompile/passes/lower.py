@@ -171,6 +171,8 @@ class _Lowering:
                 slot = _slot_of(value)
                 if value.kept_in is not None:
                     self._keep(value, slot, n)
+                # The registers of parts keep views until the call ends, which have no bytes of
+                # their own.
                 for part in parts.get(value.register, [value]):
                     rows.append(Free(_slot_of(part), value.register, value.name))
                 self._read.put(slot.address, slot.end, n)

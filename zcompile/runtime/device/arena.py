@@ -468,6 +468,8 @@ class StepScratch:
         """Ranges (begin, end) of slots, ordered; those that overlap are one."""
         self._had: list[int] = []
         """Bytes of each piece, when they were allocated last under this plan."""
+        self._by_memory: list[tuple[int, Tensor]] = []
+        """The pieces, by where their memory begins."""
         self._slots: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, Layout], Tensor] = {}
 
@@ -503,10 +505,12 @@ class StepScratch:
         self.pieces = tuple(
             (begin, piece) for (begin, _), piece in zip(self._needed, memory, strict=True)
         )
+        self._by_memory = sorted(((m.data_ptr(), m) for m in memory), key=itemgetter(0))
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in it."""
-        return any(lies_in(tensor, piece) for _, piece in self.pieces)
+        """Whether a tensor lies in it: asked of each transfer."""
+        at = bisect_right(self._by_memory, tensor.data_ptr(), key=itemgetter(0)) - 1
+        return at >= 0 and lies_in(tensor, self._by_memory[at][1])
 
     def has(self, address: int, nbytes: int) -> bool:
         """Whether a planned slot lies in the open memory."""
@@ -544,7 +548,7 @@ class StepScratch:
 
     def close(self) -> None:
         """Free the memory. The caller knows that nothing uses it."""
-        self.pieces = ()
+        self.pieces, self._by_memory = (), []
         self._slots.clear()
         self._views.clear()
 

@@ -91,6 +91,7 @@ class CudaDevice:
         return memory
 
     def allocate_each(self, sizes: Sequence[int]) -> Sequence[Tensor]:
+        compute = self.compute_stream()
         try:
             with torch.inference_mode(False):  # as of `host_pages`
                 memory = [
@@ -101,7 +102,6 @@ class CudaDevice:
             raise DeviceTooSmall(str(self.torch_device), sum(sizes), self.free_bytes()) from error
         # Torch hands out memory again before compute is done that had it before: what compute does
         # next comes after that, and so have the copies to.
-        compute = _CUDA.current_stream(self.torch_device)
         for stream in (*self._streams.values(), *self._own_streams):
             stream.wait_stream(compute)
         return memory
@@ -268,6 +268,8 @@ class CudaDevice:
 
     def copier(self, name: str) -> "CudaCopier":
         stream = _CUDA.Stream(self.torch_device)
+        # It may be given memory that was allocated before there was this stream to wait.
+        stream.wait_stream(self.compute_stream())
         self._own_streams.append(stream)
         return CudaCopier(self, stream, name)
 

@@ -486,11 +486,12 @@ def let_higher_order_ops_read_wrappers() -> None:
     utils._collect_fake_inputs = collect_inside
 
 
-def let_wrappers_come_as_plain_inputs() -> None:
-    """Let a compiled graph be called with a tensor of a wrapper subclass where a plain one was
-    traced, as a view of a tiered parameter is: its ops take it as it is.
+def let_wrappers_come_as_plain_inputs(cls: type[Tensor]) -> None:
+    """Let a compiled graph be called with a tensor of `cls`, a wrapper subclass, where a plain one
+    was traced, as a view of a tiered parameter is: its ops take it as it is.
 
-    Torch 2.11 refuses that where another input is a wrapper; later releases do not look.
+    Torch 2.11 refuses that where another input is a wrapper, and still does for other subclasses;
+    later releases do not look.
     """
     if find_spec("torch._functorch._aot_autograd.subclass_codegen") is not None:
         return
@@ -504,10 +505,11 @@ def let_wrappers_come_as_plain_inputs() -> None:
             return unwrap(args, append_symints=append_symints)
         found: list[Any] = []
         for value, meta in zip_longest(args, subclass_metas):
-            if meta is None or isinstance(meta, _PlainTensorMeta):  # none: of what comes behind
+            metas = [] if meta is None else [meta]  # none: of what comes behind
+            if isinstance(value, cls) and (meta is None or isinstance(meta, _PlainTensorMeta)):
                 found.append(value)
             else:
-                found += unwrap([value], append_symints=append_symints, subclass_metas=[meta])
+                found += unwrap([value], append_symints=append_symints, subclass_metas=metas)
         return found
 
     torchs.runtime_unwrap_tensor_subclasses = unwrap_as_traced

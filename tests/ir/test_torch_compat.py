@@ -19,6 +19,7 @@ from torch import Tensor, fx, library
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zcompile
 from zcompile.ir import torch_compat as private
@@ -130,6 +131,18 @@ def let_wrappers_come_as_plain_inputs() -> None:
     assert type(rows) is TieredTensor
     assert traced == [[TieredTensor, FakeTensor]]
     assert torch.equal(called, layer.bias.detach().clone() + rows.clone())
+    if hasattr(private._runtime_wrappers, "runtime_unwrap_tensor_subclasses"):
+        _of_another_class_is_left_to_torch()
+
+
+def _of_another_class_is_left_to_torch() -> None:
+    """Where a plain tensor was traced, torch still refuses a wrapper that is not ours."""
+    unwrap = private._runtime_wrappers.runtime_unwrap_tensor_subclasses
+    metas = [private._PlainTensorMeta(0), private._PlainTensorMeta(1)]
+    plain, other = torch.ones(2), TwoTensor(torch.ones(2), torch.zeros(2))
+    assert unwrap([plain, plain], append_symints=True, subclass_metas=metas) == [plain, plain]
+    with pytest.raises(AssertionError, match="expected SubclassCreationMeta"):
+        unwrap([plain, other], append_symints=True, subclass_metas=metas)
 
 
 @contract

@@ -422,7 +422,7 @@ class Unmoved(TieredTensor):
 
 support_foreach(TieredTensor)
 let_higher_order_ops_read_wrappers()
-let_wrappers_come_as_plain_inputs()
+let_wrappers_come_as_plain_inputs(TieredTensor)
 
 
 @untraced

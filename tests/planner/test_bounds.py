@@ -12,7 +12,14 @@ from zcompile.ir.step import EntryFact, StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Region
 from zcompile.machine.model import Link
 from zcompile.planner import bounds
-from zcompile.planner.bounds import Demand, Segment, bound, demand_of
+from zcompile.planner.bounds import (
+    Demand,
+    Segment,
+    bound,
+    demand_of,
+    least_of_segment,
+    least_seconds,
+)
 from zcompile.planner.placement import Room
 
 
@@ -103,14 +110,28 @@ def test_a_disk_that_nobody_needs_raises_no_bound(held, device):
     assert beside == pytest.approx(without, rel=1e-6)
 
 
-@pytest.mark.parametrize(("ring", "least"), [(0, 20.0), (P // 2, 15.0), (P, 10.0), (10**6, 10.0)])
+@pytest.mark.parametrize(
+    ("ring", "least"), [(0, 20.0), (P // 2, 16.25), (P, 12.5), (2 * P, 10.0), (10**6, 10.0)]
+)
 def test_what_the_ring_holds_is_written_later_and_is_written(ring, least):
+    """Of the ring three quarters: the last one is left for the other direction."""
     ahead = Segment(F, 10.0, (0,), (0,), (True,))
     last = Segment(S, 0.0, (P,), (P,), (True,))
     ways = links(disk_read=1e9, disk_write=100.0, h2d=1e9, d2h=1e9)
     room = Room({"device": 0, "host": 0, "disk": 10**9}, ring_bytes=ring)
     found = bound(Demand((P,), (ahead, last)), ways, room)
     assert found.seconds == pytest.approx(least, rel=1e-3)
+
+
+def test_either_bound_leaves_a_quarter_of_the_ring_for_the_other_way():
+    last = Segment(S, 0.0, (P,), (P,), (True,))
+    demand = Demand((P,), (Segment(F, 10.0, (0,), (0,), (True,)), last))
+    ways = links(disk_read=1e9, disk_write=100.0, h2d=1e9, d2h=1e9)
+    room = Room({"device": 0, "host": 0, "disk": 10**9}, ring_bytes=P)
+    assert least_of_segment(last, (), ways, room).nbytes["disk_write"] == P // 4
+    found = least_seconds(demand, ways, room)
+    assert found is not None
+    assert found.seconds == pytest.approx(12.5, rel=1e-3)
 
 
 @pytest.mark.parametrize(("forward_s", "least"), [(0.85, 4.597), (0.0, 4.115)])
@@ -121,7 +142,8 @@ def test_states_are_written_behind_forward_from_the_room_that_gradients_have(for
     back = Segment(B, 1.6, (part, 0, 0), (0, part, 0), (True, True, True))
     last = Segment(S, 0.15, (part, part, 2 * part), (part, 0, 2 * part), (True, False, True))
     ways = links(h2d=187e6, d2h=187e6, disk_read=11.2e6, disk_write=6.1e6)
-    room = Room({"device": 13_400_000, "host": 116_700_000, "disk": 10**12}, ring_bytes=2**20)
+    tiers = {"device": 13_400_000, "host": 116_700_000, "disk": 10**12}
+    room = Room(tiers, ring_bytes=2**22 // 3)  # 1 MiB each way
     found = bound(Demand((part, part, 2 * part), (ahead, back, last), frozenset({1})), ways, room)
     assert found.seconds == pytest.approx(least, abs=2e-3)
 

@@ -371,6 +371,23 @@ def test_no_arrangement_with_late_updates_is_tried_twice(fast, monkeypatch):
     assert len(set(late)) == len(late) > 1
 
 
+def test_what_rests_on_the_device_is_updated_late_too_unless_its_gradients_cannot_stay(
+    fast, monkeypatch
+):
+    step, (costs, plain, _) = traced(), fast
+    every = with_late_step(step, CHUNK).forwards
+    moving = step_plan._moving(step, every, plain.placement, reach=False)
+    assert 0 < len(moving) < len(every)
+    monkeypatch.setattr(step_plan, "_windows_beside", lambda *given: [])
+    monkeypatch.setattr(step_plan, "LATE_PAYS", 0.5)  # which are late, not whether
+    _, best = planned(step, costs, room(4 * MiB), plain=plain)
+    assert set(best.late) == set(every)
+    answers = iter([False, True])
+    monkeypatch.setattr(step_plan, "can_stay", lambda *given: next(answers))
+    _, best = planned(step, costs, room(4 * MiB), plain=plain)
+    assert set(best.late) == set(moving)
+
+
 def test_no_window_is_tried_in_which_a_forward_is_mostly_chunks(monkeypatch):
     """Where weights rest on the device, all that a forward needs is room for the least chunks."""
     costs = Costs(machine(1e9), TransferModes(asynchronous=True))

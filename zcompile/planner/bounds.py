@@ -8,6 +8,7 @@ of the first two per micro-batch). Take one segment and let
     C   bytes of the device
     H   bytes of the host
     G   bytes of the staging ring, which are on their way to or from the disk
+    L   bytes of it that one of these directions may take (`machine/staging.py::lane_bytes`)
     E   bytes that graphs hold beside C, which gradients may lie in when backward ends, and until
         an optimizer that comes next has read them
 
@@ -15,7 +16,7 @@ At the moment a segment begins at most C of its D bytes are on the device, so at
 while it lasts; of what an optimizer reads, E less, or all gradients if that is less. At the moment
 it ends at most C of its W bytes are still there, so at least W - C have left while it lasted; of
 what backward writes, E less. What is neither on the device nor on the host comes from the disk, and
-goes there: at least D - C - H - G, and W - C - H - G, or as much less as above. Its
+goes there: at least D - C - H - L, and W - C - H - L, or as much less as above. Its
 compute takes its seconds (`demand.least_compute`), a link takes its bytes over its rate, and links
 that take turns add up; so the segment lasts at least as long as the largest of these. Segments
 follow each other, so a step lasts at least as long as their sum.
@@ -51,6 +52,7 @@ from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryRef, Phase
 from zcompile.machine.model import TIER_LINKS, Link, Machine
+from zcompile.machine.staging import lane_bytes
 from zcompile.memory.linear_program import Column, LinearProgram, Term
 from zcompile.planner.paths import crossing_wide, crossings, ways_between_ranks
 from zcompile.planner.placement import Room
@@ -399,7 +401,7 @@ def least_seconds(
         d[k,b]  bytes of k whose value is on the device only,    d <= h
         e[k,b]  bytes of k whose value is not on the disk,       e <= q
         r[k,b]  bytes of k in the ring, on their way from the disk; w[k,b] on their way to it
-                sum over k of r + w <= G, the staging ring
+                sum over k of r + w <= G, the staging ring; of r and of w <= its part for one way
         g[k,b]  bytes of gradients k that are held when backward ends, and when a forward with late
                 updates begins, beside C: in the next segment updates read them there, or they
                 leave, or are held on;
@@ -483,7 +485,8 @@ def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
     unit = _unit_bytes(demand)
     device = min(1.0, room.nbytes.get("device", 0) / unit)
     near = min(1.0, device + room.nbytes.get("host", 0) / unit)
-    ring = min(1.0, room.ring_bytes / unit) if "disk" in room.nbytes else 0.0
+    ring_bytes = room.ring_bytes if "disk" in room.nbytes else 0
+    ring, one_way = min(1.0, ring_bytes / unit), min(1.0, lane_bytes(ring_bytes) / unit)
     held = min(1.0, room.held_bytes / unit)
     for b in range(len(demand.segments)):
         for k, nbytes in enumerate(demand.groups):
@@ -491,7 +494,7 @@ def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
             for kind in "hqde":
                 program.column((kind, k, b), highest=size)
             for kind in "rw":
-                program.column((kind, k, b), highest=min(size, ring))
+                program.column((kind, k, b), highest=min(size, one_way))
             program.at_most(0.0, (("h", k, b), 1.0), (("q", k, b), -1.0))
             program.at_most(0.0, (("d", k, b), 1.0), (("h", k, b), -1.0))
             program.at_most(0.0, (("e", k, b), 1.0), (("q", k, b), -1.0))
@@ -503,6 +506,8 @@ def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
         every = range(len(demand.groups))
         program.at_most(device, *((("h", k, b), 1.0) for k in every))
         program.at_most(near, *((("q", k, b), 1.0) for k in every))
+        for kind in "rw":
+            program.at_most(one_way, *(((kind, k, b), 1.0) for k in every))
         program.at_most(ring, *(((kind, k, b), 1.0) for k in every for kind in "rw"))
 
 
@@ -650,6 +655,7 @@ def least_of_segment(
     """
     device = room.nbytes.get("device", 0)
     near = device + room.nbytes.get("host", 0)
+    one_way = lane_bytes(room.ring_bytes)
     nbytes: dict[str, int] = {}
     counted = links_counted(links, room, segment.updates)
     late = room.held_bytes if segment.phase is Phase.BACKWARD else 0
@@ -660,7 +666,7 @@ def least_of_segment(
     )
     for bus, disk, parts, held in ways:
         if disk in counted:
-            nbytes[disk] = max(0, sum(parts) - near - room.ring_bytes - held)
+            nbytes[disk] = max(0, sum(parts) - near - one_way - held)
         if bus in counted and not (room.straight and disk in counted):
             nbytes[bus] = max(0, sum(parts) - device - held)
     seconds = {COMPUTE: segment.compute_s, **between}

@@ -272,9 +272,12 @@ def plan_late_or_not(
 ) -> StepPlan:
     """The fastest of some plans: of a step as it was recorded, and with late updates.
 
-    Updates are late whose operands move in a step; the others are computed at once, where they
-    rest. Two placements are tried: one for a step with late updates, and that of the step without,
-    where a small streaming buffer may leave more on the device.
+    All updates are late that may be, also of what rests on the device: compute of a forward whose
+    links are behind it goes on while they catch up, and in a step of its own it would be added to
+    that. Where their gradients cannot stay for so long, or a forward has no room for them, those
+    are late whose operands move in a step, and the others are computed at once, where they rest.
+    Two placements are tried: one for a step with late updates, and that of the step without, where
+    a small streaming buffer may leave more on the device.
 
     planned       makes a plan
     kept          gradients that are not gone when the next forward begins
@@ -292,23 +295,20 @@ def plan_late_or_not(
     if set(all_late.forwards.values()) != {step.calls[0].schedule.serial}:
         # Gradients that stay are counted until the first call of a step only.
         kept |= {ref.gradient for ref in all_late.forwards}
-    tried = [plan]
+    made = []
     windows = _windows_beside(all_late.step, plan, room.nbytes["device"], least_window)
     with suppress(BudgetExceeded):
         if windows:
-            tried.append(planned(all_late.step, kept, windows))
-    made = []
-    for other in tried:
-        moving = _moving(step, all_late.forwards, other.placement, room.reach)
-        if other is not plan and len(moving) == len(all_late.forwards):
+            other = planned(all_late.step, kept, windows)
             made.append(replace(other, late=all_late.forwards))
-            continue
-        late = with_late_step(step, chunk_bytes, moving)
-        if late is None or not can_stay(late.step, other.placement.stay, room.held_bytes, kept):
+    moving = _moving(step, all_late.forwards, plan.placement, room.reach)
+    for late in (all_late, with_late_step(step, chunk_bytes, moving)):
+        if late is None or not can_stay(late.step, plan.placement.stay, room.held_bytes, kept):
             continue
         with suppress(BudgetExceeded):
-            found = _planned(late.step, other.placement, other.arena, seconds)
+            found = _planned(late.step, plan.placement, plan.arena, seconds)
             made.append(replace(found, late=late.forwards))
+            break
 
     takes_s = partial(_takes_s, step, commit_bytes_per_s)
     best = min(made, key=takes_s, default=plan)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import aot_function, nop
 from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
@@ -171,33 +170,6 @@ def tangent_of() -> None:
     places = graph.find_nodes(op="placeholder")
     assert private.tangent_of(places[-1]) == output.meta["desc"][0]
     assert private.tangent_of(places[0]) is None
-
-
-@contract
-def result_of_tangent() -> None:
-    places = captured("mlp").graph.find_nodes(op="placeholder")
-    found = [private.result_of_tangent(place) for place in places]
-    assert found == [*[None] * (len(places) - 1), 0]
-
-
-@contract
-def is_traced_tangent() -> None:
-    """While a joint graph is traced, as once it is."""
-    asked: list[tuple[object, bool]] = []
-
-    def noting(x: Tensor, y: object, **_: object) -> Any:
-        asked.append((x, private.is_traced_tangent(x)))
-        return NotImplemented
-
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        h = (x + 1.0).sin()
-        return h, h.cos()
-
-    decompositions = {torch.ops.aten.add.Tensor: noting}
-    aot_function(function, nop, nop, decompositions=decompositions)(torch.ones(2).requires_grad_())
-    assert [is_one for _, is_one in asked] == [False, True]
-    assert not private.is_traced_tangent(torch.ones(2))
-    assert not private.is_traced_tangent(1.0)
 
 
 @contract

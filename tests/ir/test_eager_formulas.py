@@ -80,55 +80,6 @@ def test_ops_are_taken_apart_again_once_a_graph_is_compiled():
     assert all(op.py_kernels for op in LEFT_WHOLE)
 
 
-class Resized(nn.Module):
-    """A loss of an image that is made larger, beside that image and the one before.
-
-    Of an image in channels_last, `interpolate` has a gradient that is contiguous.
-    """
-
-    def __init__(self, results):
-        super().__init__()
-        self.conv = nn.Conv2d(16, 5, 1)
-        self.results = results
-
-    def forward(self, x):
-        h = self.conv(x)
-        large = F.interpolate(h, size=(64, 64), mode="bilinear")
-        loss = F.cross_entropy(large, torch.arange(64 * 64).reshape(1, 64, 64).tile(4, 1, 1) % 5)
-        return loss, *self.results(h, large)
-
-
-RESULTS = {
-    "the image": lambda h, large: [h],
-    "both images": lambda h, large: [h, large],
-}
-
-
-@pytest.fixture
-def one_thread():
-    """By one thread kernels add up in another order where memory is laid out otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def pictures():
-    torch.manual_seed(0)
-    return torch.randn(4, 16, 16, 16).contiguous(memory_format=torch.channels_last)
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize("results", RESULTS.values(), ids=RESULTS)
-def test_a_result_that_is_not_differentiated_leaves_gradients_their_memory_format(results):
-    x = pictures()
-    pair = twins(Resized(results), device_memory="16MiB")
-    pair.plain(x)[0].backward()
-    pair.call(x)[0].backward()
-    assert pair.same()
-    assert pair.session.inexact == {}
-
-
 LISTED = {"masked_fill", "lu", "qr", "linalg.qr", "ormqr"}
 """What docs/support.md lists: the formulas of their gradients are torch's, in C++."""
 DRAWN = {

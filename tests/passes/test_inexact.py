@@ -1,6 +1,5 @@
 """Where tiles and slices give up eager's last bits: told once in the log, and by `stats`."""
 
-import copy
 import logging
 
 import pytest
@@ -111,92 +110,3 @@ def test_a_loss_in_tiles_names_the_head(caplog):
     assert row["where"] == "head.weight"
     assert "pieces of its logits" in row["why"]
     assert any("head.weight" in line for line in lines)
-
-
-@pytest.fixture
-def one_thread():
-    """By one thread kernels add up in another order where memory is laid out otherwise."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def with_losses_outside(model, losses):
-    """Whether gradients have eager's bits after backward passes through losses of the results that
-    are computed outside of the graph, and what `stats` says."""
-    plain = copy.deepcopy(model)
-    zcompile.offload(model, device="cpu", device_memory="16MiB", host_memory="64MiB")
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="zinf")
-    x = torch.randn(4, 16, 16, 16, generator=seeded(1)).to(memory_format=torch.channels_last)
-    for loss in losses:
-        loss(plain(x)).backward()
-        loss(compiled(x)).backward()
-    same = all(
-        torch.equal(mine.grad.cpu(), other.grad)
-        for mine, other in zip(model.parameters(), plain.parameters(), strict=True)
-    )
-    return same, zcompile.stats(model)["inexact"]
-
-
-def weighed(weights):
-    return lambda image: (image * weights).sum()
-
-
-def convolution():
-    torch.manual_seed(0)
-    return nn.Conv2d(16, 5, 1)
-
-
-LARGE = torch.randn(4, 5, 16, 16, generator=seeded(2))
-LARGE_LAST = LARGE.to(memory_format=torch.channels_last)
-
-
-def pooled(image):
-    """The mean of each channel, weighed: its gradient is one number for all of a channel."""
-    return (image.mean((2, 3)) * LARGE[:, :, 0, 0]).sum()
-
-
-@pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(
-    "loss",
-    [weighed(LARGE), pooled],
-    ids=["another memory format", "expanded"],
-)
-def test_gradients_of_results_that_come_in_another_layout_are_told_once(loss, caplog):
-    with caplog.at_level(logging.INFO, logger="zcompile.frontend.backend"):
-        same, told = with_losses_outside(convolution(), [loss, loss])
-    assert not same, "else the test says nothing"
-    (row,) = told
-    assert (row["where"], row["by"]) == ("graph0", "torch.compile")
-    assert "another layout" in row["why"]
-    assert len([r for r in caplog.records if "bit-equal" in r.getMessage()]) == 1
-
-
-def test_gradients_of_results_that_come_in_their_layout_have_eagers_bits_and_nothing_is_said():
-    same, told = with_losses_outside(convolution(), [weighed(LARGE_LAST)])
-    assert same
-    assert told == []
-
-
-class Beside(nn.Module):
-    """A convolution, and a loss whose gradient has another memory format than its result."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = convolution()
-
-    def forward(self, x):
-        image = self.conv(x)
-        return image, (image * LARGE).sum()
-
-
-@pytest.mark.usefixtures("one_thread")
-def test_a_gradient_that_is_added_to_one_of_another_memory_format_is_told():
-    same, told = with_losses_outside(Beside(), [lambda r: weighed(LARGE_LAST)(r[0]) + r[1]])
-    assert not same, "else the test says nothing"
-    assert [row["by"] for row in told] == ["torch.compile"]
-    same, told = with_losses_outside(Beside(), [lambda r: r[1]])
-    assert same
-    assert told == []

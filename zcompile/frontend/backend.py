@@ -22,12 +22,11 @@ from zcompile.frontend.fusions import compiler_of
 from zcompile.frontend.higher_order import keep_tiered_from_higher_order
 from zcompile.frontend.ranks import refuse_tiles, tell_of_tiles
 from zcompile.frontend.recompiles import remember_frame
-from zcompile.frontend.result_gradients import LAID_OUT_OTHERWISE, watch_layouts
 from zcompile.frontend.shared_results import first, return_shared
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
 from zcompile.ir import ops
-from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE, passed_over
+from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
 from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
 from zcompile.ir.schedule import Schedule
@@ -79,8 +78,6 @@ log = logging.getLogger("zcompile.frontend.backend")
 
 MOST_LOGGED = 4
 """Most places of a graph that a line of the log names; `stats` names all."""
-TRACED = "torch.compile"
-"""What gives up the last bits where torch does, and no pass."""
 NOMINAL_MACHINE = "a100-80gb"
 """The machine that activations are chosen for where several ranks must choose alike."""
 STATES = 3
@@ -147,7 +144,7 @@ def zinf(
             ) from error
     if session is None:
         return compiled
-    followed = _followed(compiled, _weakly(session), graph)
+    followed = _followed(compiled, _weakly(session))
     return followed if results is None else first(results, followed)
 
 
@@ -215,9 +212,8 @@ Weakly = Callable[[], Session | None]
 class _Graph:
     """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order.
 
-    passed_over  results whose gradients may be summed in another memory format than eager's
-    reached      whether it has called the first: torch's own tracing is done
-    work         what is shown of it while it is compiled
+    reached  whether it has called the first: torch's own tracing is done
+    work     what is shown of it while it is compiled
     """
 
     specs: Mapping[int, ParamSpec]
@@ -228,7 +224,6 @@ class _Graph:
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
-    passed_over: frozenset[int] = frozenset()
     reached: bool = False
     work: Work = field(default_factory=lambda: Work("a graph"))
     largest: dict[str, int] = field(default_factory=dict)
@@ -238,7 +233,6 @@ class _Graph:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run the passes on the joint graph, then cut it by phase."""
-        self.passed_over = passed_over(joint.graph)
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = _contributions(joint.graph, self.plan)
         saved: list[fx.Node] = []
@@ -561,31 +555,16 @@ def _weakly(session: Session | None) -> Weakly:
     return weakref.ref(session) if session is not None else lambda: None
 
 
-def _followed(compiled: Callable[..., Any], session: Weakly, graph: _Graph) -> Callable[..., Any]:
+def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., Any]:
     """`compiled`; after each call its gradients know by which node of autograd they will come."""
-    name, passed_over = graph.watch.name, graph.passed_over
-    is_told = False
-
-    def tell() -> None:
-        nonlocal is_told
-        if not is_told and (alive := session()) is not None:
-            alive.inexact[name, TRACED] = LAID_OUT_OTHERWISE
-            _log_roundings(name, [Rounding(TRACED, name, LAID_OUT_OTHERWISE)])
-        is_told = True
 
     def call(*args: Any) -> Any:
         since = next_sequence_number()
         results = compiled(*args)
-
-        def node() -> Any | None:
-            if (found := node_of_call(results, since)) is None:
-                return node_of_call(args, since)
-            if not is_told:
-                watch_layouts(found, results, passed_over, tell)
-            return found
-
         if (alive := session()) is not None:
-            alive.gradients.expect_from(node)
+            alive.gradients.expect_from(
+                lambda: node_of_call(results, since) or node_of_call(args, since)
+            )
         return results
 
     return call

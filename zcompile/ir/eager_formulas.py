@@ -4,11 +4,6 @@ While it traces, torch takes some ops apart by formulas in Python that round oth
 kernels which run in eager PyTorch: such an op is left whole. Of dropout on a CPU, eager PyTorch
 multiplies with what it has divided and rounded to the dtype of the input; what is traced in its
 place, `native_dropout`, multiplies with the quotient of Python's floats.
-
-A result of which the caller differentiates nothing has no gradient in eager PyTorch; a trace has
-zeros for it, to which what comes from within the graph is added. A sum has the memory format of its
-first operand, and kernels add up the elements of a gradient in the order of its memory: so what
-comes from within is the first. `passed_over` says where another format would have been the first.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,15 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from zcompile.ir.torch_compat import (
-    Dispatched,
-    hint,
-    is_traced_tangent,
-    result_of_tangent,
-    without_modes,
-)
+from zcompile.ir.torch_compat import Dispatched, without_modes
 
 aten = torch.ops.aten
 
@@ -90,34 +79,9 @@ def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
     return NotImplemented if eager == traced else gradient * _kept(mask, gradient.dtype, keep)
 
 
-def _sum(x: Tensor, y: Tensor, *, alpha: float = 1) -> Any:
-    if alpha != 1 or not is_traced_tangent(x) or is_traced_tangent(y):
-        return NotImplemented
-    return aten.add.Tensor(y, x) if isinstance(y, Tensor) else NotImplemented
-
-
-def passed_over(joint: fx.Graph) -> frozenset[int]:
-    """Positions of results whose gradients, where the caller has them, eager PyTorch would sum in
-    another memory format than the joint graph does."""
-    return frozenset(
-        position
-        for node in joint.find_nodes(op="call_function", target=aten.add.Tensor)
-        if all(isinstance(arg, fx.Node) for arg in node.args)
-        and (position := result_of_tangent(node.args[1])) is not None
-        and layout_of(node.args[0].meta["val"]) != layout_of(node.args[1].meta["val"])
-    )
-
-
-def layout_of(tensor: Tensor) -> tuple[tuple[int, int], ...]:
-    """Size and stride of each dimension that has several places."""
-    sizes = ((hint(n), hint(s)) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tuple((n, s) for n, s in sizes if n != 1)
-
-
 FORMULAS: Mapping[Dispatched, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
     aten.native_dropout_backward.default: _dropout_backward,
-    aten.add.Tensor: _sum,
 }
 """Op -> the formula that is traced in its place; it returns NotImplemented where the op has the
 bits of eager PyTorch."""

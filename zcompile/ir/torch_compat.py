@@ -46,12 +46,10 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTInput,
-    PlainAOTOutput,
     SubclassGetAttrAOTInput,
     TangentAOTInput,
 )
 from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTensorMeta
-from torch._functorch._aot_autograd.utils import _is_tangent as _is_named_as_tangent
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import CompileContext, TracingContext
 from torch._guards import tracing as _tracing
@@ -59,9 +57,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback as _fx_traceback
-from torch.fx.experimental.proxy_tensor import _ProxyTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode as _get_proxy_mode
-from torch.fx.experimental.proxy_tensor import get_proxy_slot as _get_proxy_slot
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
@@ -670,24 +665,6 @@ def after_backward(callback: Callable[[], None]) -> None:
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder carries a gradient into the backward half."""
     return isinstance(node.meta.get("desc"), TangentAOTInput)
-
-
-def is_traced_tangent(value: object) -> bool:
-    """Whether a tensor that is being traced carries a gradient into the backward half.
-
-    What `is_tangent` reads is written once the trace is over; until then the name says it.
-    """
-    mode = _get_proxy_mode()
-    if mode is None or not isinstance(value, Tensor):
-        return False
-    slot = _get_proxy_slot(value, mode.tracer, None)
-    return isinstance(slot, _ProxyTensor) and _is_named_as_tangent(slot.proxy.node)
-
-
-def result_of_tangent(node: fx.Node) -> int | None:
-    """The position of the result whose gradient a placeholder carries; None of any other."""
-    output = tangent_of(node)
-    return output.idx if isinstance(output, PlainAOTOutput) else None
 
 
 def tangent_of(node: fx.Node) -> object:

@@ -25,6 +25,7 @@ from zcompile.machine.model import (
     MachineInvalid,
     scaled,
     throttled,
+    with_ranks,
     with_tier,
 )
 
@@ -375,3 +376,16 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
     (tmp_path / "b.toml").write_text("name = 3")
     with pytest.raises(MachineInvalid, match=r"b\.toml: 'compute' is missing"):
         find(tmp_path / "b.toml")
+
+
+def test_other_ranks_are_paced_by_the_slowest_link_that_they_pass():
+    links = {
+        "rank_to_rank": Link("rank_to_rank", 300e9),
+        "node_to_node": Link("node_to_node", 10e9),
+    }
+    one_node = small(ranks=8, ranks_per_node=8, links=links, slower_way="rank_to_rank")
+    many = with_ranks(one_node, 16)
+    assert one_node.way_of(one_node.mesh.whole_ring(8)).name == "rank_to_rank"
+    assert many.way_of(many.mesh.whole_ring(8)).name == "node_to_node"
+    told = replace(many, slower_way="rank_to_rank")
+    assert told.way_of(told.mesh.whole_ring(8)).name == "rank_to_rank"

@@ -295,9 +295,13 @@ def with_ranks(machine: Machine, ranks: int, replicas: int = 1) -> Machine:
 
     replicas  how many groups of them hold all of the model each
     raises    MachineInvalid
+
+    Which link is the slower was said of the ranks that it had, and is a matter of rates again.
     """
     per_node = max(1, min(machine.ranks_per_node if machine.ranks > 1 else ranks, ranks))
-    return replace(machine, ranks=ranks, ranks_per_node=per_node, replicas=replicas)
+    return replace(
+        machine, ranks=ranks, ranks_per_node=per_node, replicas=replicas, slower_way=None
+    )
 
 
 def with_tier(machine: Machine, tier: str, nbytes: int) -> Machine:

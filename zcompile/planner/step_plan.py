@@ -302,7 +302,9 @@ def plan_late_or_not(
             other = planned(all_late.step, kept, windows)
             made.append(replace(other, late=all_late.forwards))
     moving = _moving(step, all_late.forwards, plan.placement, room.reach)
-    for late in (all_late, with_late_step(step, chunk_bytes, moving)):
+    fewer = set(moving) != set(all_late.forwards)
+    for updates in (None, moving) if fewer else (None,):
+        late = all_late if updates is None else with_late_step(step, chunk_bytes, updates)
         if late is None or not can_stay(late.step, plan.placement.stay, room.held_bytes, kept):
             continue
         with suppress(BudgetExceeded):

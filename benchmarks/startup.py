@@ -171,7 +171,7 @@ def alone(nbytes: float, layers: int) -> dict[str, Any]:
 def show(title: str, rows: dict[str, list[Timed]], heads: list[str], per: list[float]) -> None:
     """A table of phases by cases, and, of several, seconds of CPU that each takes per unit of
     `per`."""
-    compares = len(per) > 1
+    compares = len(set(per)) > 1
     heads = [*heads, "more"] if compares else heads
     print(f"\n{title}; s, of CPU\n\n| phase | {' | '.join(heads)} |")
     print("|---|" + "---|" * len(heads))

@@ -100,10 +100,15 @@ def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
 
 @pytest.mark.parametrize(
     ("machine", "kernels", "ours"),
-    [(None, "auto", False), ("h200-141gb", "auto", True), ("h200-141gb", "stock", False)],
+    [
+        (None, "auto", False),
+        ("h200-141gb", "auto", True),
+        ("h200-141gb", "stock", False),
+        ("dgx2-v100-1gpu", "auto", False),
+    ],
 )
 def test_tiles_of_a_loss_are_computed_as_they_would_be_there(machine, kernels, ours):
-    """By kernels of our own on a card that is named, which no run here could take."""
+    """By kernels of our own on a card that can run them, which no run here could take."""
     config = Config(device="cpu", kernels=kernels, tile_bytes=4 * KiB, device_memory=4 * MiB)
     terms = plan.terms_of(config, machine)
     step = plan.trace(on_meta(), (IDS, IDS), terms).step

@@ -102,6 +102,7 @@ def test_a_machine_can_be_copied_and_sent_to_another_process():
         (lambda: Compute({"float33": 1.0}, 1.0), "'float33' is no dtype; did you mean 'float32'"),
         (lambda: Compute({"float32": -1.0}, 1.0), "float32=-1.0 is no rate"),
         (lambda: Compute({}, 0.0), "memory_bytes_per_s=0.0 is no rate"),
+        (lambda: small(runs_kernels=1), "runs_kernels=1 is neither true nor false; say one"),
         (lambda: small(name=""), "machine: name='' is no name"),
         (lambda: small(name="a\nb"), "is no name; give it one of printable characters"),
         (lambda: small(tiers={"gpu": 1}), "small: 'gpu' is no tier; known are device, host, disk"),
@@ -258,6 +259,7 @@ def machines(draw: st.DrawFn) -> Machine:
         draw(st.just("") | texts),
         replicas=draw(st.sampled_from((1, per_node, nodes))),
         slower_way=draw(st.sampled_from((None, *RANK_LINKS))),
+        runs_kernels=draw(st.booleans()),
     )
 
 

@@ -520,7 +520,7 @@ def _become_tiered(
     param.grad = None
     try:
         swap_tensors(param, made)
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:  # the latter of what inference_mode made
         param.grad = grad
         raise Unsupported(
             f"parameter {name!r} cannot be moved: {error}",

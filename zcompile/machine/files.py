@@ -113,6 +113,7 @@ def read(text: str, where: str) -> Machine:
             ranks_per_node=top.get("ranks_per_node", 1),
             replicas=top.get("replicas", 1),
             slower_way=top.get("slower_way"),
+            runs_kernels=top.get("runs_kernels", True),
             note=_text(where, "note", top.get("note", "")),
             host_update_bytes_per_s=_number(
                 where,
@@ -142,6 +143,8 @@ def _lines(machine: Machine) -> Iterator[str]:
         yield f"replicas = {machine.replicas}"
     if machine.slower_way is not None:
         yield f"slower_way = {_quoted(machine.slower_way)}"
+    if not machine.runs_kernels:
+        yield "runs_kernels = false"
     if machine.note:
         yield f"note = {_quoted(machine.note)}"
     if machine.host_update_bytes_per_s != HOST_UPDATE_BYTES_PER_S:

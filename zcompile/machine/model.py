@@ -139,6 +139,7 @@ class Machine:
     replicas        how many groups of them hold all of the model each, one behind the other
     slower_way      of the two links between ranks, the one by whose rate what passes both is paced,
                     and on which it is counted; None: that of the lower rate
+    runs_kernels    whether the device can run our Triton kernels: CUDA, compute capability 8.0 on
     note            what a person should know of it; nothing is planned by it
     host_update_bytes_per_s  at which the host's cores read and write, together, the operands of
                     updates of an optimizer that they compute in its memory
@@ -156,6 +157,7 @@ class Machine:
     host_update_bytes_per_s: float = HOST_UPDATE_BYTES_PER_S
     replicas: int = 1
     slower_way: str | None = None
+    runs_kernels: bool = True
 
     def __post_init__(self) -> None:
         _check_rate(self.name, "host_update_bytes_per_s", self.host_update_bytes_per_s)
@@ -165,6 +167,13 @@ class Machine:
                 f"name={self.name!r}",
                 "is no name",
                 "give it one of printable characters",
+            )
+        if not isinstance(self.runs_kernels, bool):
+            raise MachineInvalid(
+                self.name,
+                f"runs_kernels={self.runs_kernels!r}",
+                "is neither true nor false",
+                "say one, or leave it out",
             )
         self._check_tiers()
         self._check_links()
@@ -206,6 +215,7 @@ class Machine:
             self.host_update_bytes_per_s,
             self.replicas,
             self.slower_way,
+            self.runs_kernels,
         )
 
     def _check_tiers(self) -> None:

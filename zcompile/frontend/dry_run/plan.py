@@ -226,8 +226,10 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         config.partition,
         updates_on_host=config.updates_on_host("cuda" if ways.asynchronous else "cpu")
         and not emulates,
-        # A card that is named has what kernels need; whether this machine has it says nothing.
-        tiles_by_kernels=config.tiles_by_kernels if here else config.kernels != "stock",
+        # Whether this machine has what kernels need says nothing of one that is named.
+        tiles_by_kernels=config.tiles_by_kernels
+        if here
+        else config.kernels != "stock" and found.runs_kernels,
     )
     return terms.on(found)
 

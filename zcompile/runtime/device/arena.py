@@ -509,8 +509,9 @@ class StepScratch:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in it: asked of each transfer."""
-        at = bisect_right(self._by_memory, tensor.data_ptr(), key=itemgetter(0)) - 1
-        return at >= 0 and lies_in(tensor, self._by_memory[at][1])
+        pieces = self._by_memory
+        at = bisect_right(pieces, tensor.data_ptr(), key=itemgetter(0)) - 1
+        return at >= 0 and lies_in(tensor, pieces[at][1])
 
     def has(self, address: int, nbytes: int) -> bool:
         """Whether a planned slot lies in the open memory."""

@@ -36,8 +36,9 @@ from zcompile.machine.model import Machine
 SHAPE = Shape(layers=2, width=256, heads=4, context=64, vocabulary=1024)
 RATES = ("25MB/s", "50MB/s", "100MB/s")
 WAYS = ("device", "auto")
-PLANNED, ROUNDS = 7, 5
-"""Steps until a plan is in force and reviewed once, and rounds that are timed of each."""
+PLANNED, ROUNDS, BEFORE = 7, 5, 2
+"""Steps until a plan is in force and reviewed once, rounds that are timed of each, and steps before
+the one that is timed in a round."""
 LAYERS = 32
 """Of the model of 7 B parameters."""
 BUSES = {"PCI Express 3": 12e9, "PCI Express 4": 24e9}
@@ -87,6 +88,8 @@ def measured(rate: str) -> str:
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(ROUNDS):
         for way, run in runs.items():
+            for _ in range(BEFORE):  # whose transfers go on in the next step of this one
+                run.step()
             taken[way].append(run.step())
     seconds = [median(taken[way]) for way in WAYS]
     one, other = (run.model.state_dict() for run in runs.values())

@@ -1006,7 +1006,11 @@ def holders_of_memory(tensor: Tensor) -> int:
 
 def is_sole_holder(tensor: Tensor) -> bool:
     """Whether nothing but `tensor` reaches its memory: no other tensor, no array of numpy, no
-    mapped file, no other process."""
+    mapped file, no other process that shares memory of the host.
+
+    Who holds the tensor itself is not seen: a capsule of DLPack, a graph that has saved it. Callers
+    make another of it by `swap_tensors`, which refuses these.
+    """
     storage = tensor.untyped_storage()
     ours = storage.resizable() and not (tensor.is_cpu and storage.is_shared())
     del storage  # it would count

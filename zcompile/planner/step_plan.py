@@ -24,7 +24,7 @@ from zcompile.machine.model import TIER_LINKS, Machine
 from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
 from zcompile.passes.arrange import ArenaShare, Arrangements, arranged, window_bytes
 from zcompile.planner.host_step import updated_on_host, with_host_updates
-from zcompile.planner.late_step import with_late_step
+from zcompile.planner.late_step import LateStep, with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Placement, Room, operands_of_host_updates, place
 from zcompile.planner.whole_step import NO_WHOLES, gathered_in, sets_to_try, with_wholes
@@ -302,9 +302,11 @@ def plan_late_or_not(
             other = planned(all_late.step, kept, windows)
             made.append(replace(other, late=all_late.forwards))
     moving = _moving(step, all_late.forwards, plan.placement, room.reach)
-    fewer = set(moving) != set(all_late.forwards)
-    for updates in (None, moving) if fewer else (None,):
-        late = all_late if updates is None else with_late_step(step, chunk_bytes, updates)
+    ways: list[Callable[[], LateStep | None]] = [lambda: all_late]
+    if set(moving) != set(all_late.forwards):
+        ways.append(lambda: with_late_step(step, chunk_bytes, moving))
+    for way in ways:
+        late = way()
         if late is None or not can_stay(late.step, plan.placement.stay, room.held_bytes, kept):
             continue
         with suppress(BudgetExceeded):

@@ -37,7 +37,8 @@ def heights(traced: Traced, given: Terms) -> Iterator[float]:
         traced.step, given, traced.held_bytes, traced.chunk_bytes, False, traced.reads.get
     )
     plan, room, machine, costs = found.plan, found.room, given.machine, given.costs()
-    late = with_all_late(traced.step, max(traced.chunk_bytes, given.chunk_bytes))
+    chunk_bytes = max(traced.chunk_bytes, given.chunk_bytes)
+    late = with_all_late(traced.step, chunk_bytes, given.late_chunk_bytes)
     demand = demand_of(late, costs.region_seconds, together=True, machine=machine)
     held = replace(room, held_bytes=plan.staying_bytes)
     for of, one_place in ((room, False), (held, False), (held, True)):

@@ -16,7 +16,7 @@ from sampled import sampled_rows
 from torch import nn
 
 import zcompile
-from zcompile.config import Config
+from zcompile.config import Config, build
 from zcompile.errors import ConfigInvalid, Unsupported
 from zcompile.frontend.backend import activation_budget
 from zcompile.frontend.dry_run import plan
@@ -25,6 +25,8 @@ from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.files import find
 from zcompile.machine.model import Link, with_tier
 from zcompile.planner import bounds, floor
+from zcompile.runtime.device.cpu import CpuDevice
+from zcompile.runtime.device.cuda import CudaDevice
 from zcompile.runtime.device.pages import machine_bytes
 
 
@@ -471,3 +473,11 @@ def test_a_plan_made_where_new_tensors_are_on_meta_is_the_same():
         model, x = Positions(), torch.ones(4, 16)
         inside = zcompile.plan(model, x, machine="desktop-24gb")
     assert str(inside) == str(zcompile.plan(model, x, machine="desktop-24gb"))
+
+
+def test_a_card_takes_larger_chunks_of_updates_that_join_a_forward():
+    """Beside a fast link the host would not be done with starting small ones."""
+    config = build(None, {"device_memory": "1GiB"}, "a test")
+    here, on_card = plan.terms_of(config), plan.terms_of(config, "h100-pcie-80gb")
+    assert here.late_chunk_bytes == CpuDevice.late_chunk_bytes
+    assert on_card.late_chunk_bytes == CudaDevice.late_chunk_bytes > here.late_chunk_bytes

@@ -11,7 +11,7 @@ from traced_steps import adamw, adamw_by_foreach, named, traced
 from zcompile.errors import BudgetExceeded
 from zcompile.ir.effects import IN
 from zcompile.ir.late_updates import is_update
-from zcompile.ir.optimizer_step import Column
+from zcompile.ir.optimizer_step import LEAST_PACED_BYTES, Column
 from zcompile.ir.schedule import (
     Cast,
     Drop,
@@ -266,6 +266,19 @@ def test_chunks_are_small_where_room_is():
         made = arranged(step, dict.fromkeys(step.facts, "disk"), ArenaShare(window, 8, GiB))
         counts.append(len(updates(made.calls[0].schedule)))
     assert counts[0] > counts[1]
+
+
+def test_chunks_are_large_where_the_device_asks_for_it_and_room_is():
+    """Of a window, a chunk takes a sixteenth by itself, and a quarter where that pays."""
+    counts = {}
+    for least in (LEAST_PACED_BYTES, 16 * MiB):
+        step = with_late_step(traced(), GiB, least_bytes=least).step
+        for window in (MiB, 4 * MiB, 64 * MiB):
+            made = arranged(step, dict.fromkeys(step.facts, "disk"), ArenaShare(window, 8, GiB))
+            counts[least, window] = len(updates(made.calls[0].schedule))
+    assert counts[16 * MiB, 4 * MiB] < counts[LEAST_PACED_BYTES, 4 * MiB]
+    assert counts[16 * MiB, MiB] > counts[16 * MiB, 4 * MiB], "no more than a quarter of the window"
+    assert counts[16 * MiB, 64 * MiB] == counts[LEAST_PACED_BYTES, 64 * MiB]
 
 
 def test_what_no_chunk_fits_is_refused():

@@ -34,13 +34,16 @@ from torch import nn
 
 import zcompile
 from zcompile.errors import UpdateBroken
+from zcompile.frontend import rescheduling
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Borrow, Fetch, Run
 from zcompile.ir.types import HELD, EntryRef, Phase
-from zcompile.ir.units import Bytes
+from zcompile.ir.units import Bytes, MiB
+from zcompile.passes.arrange import rearrange
 from zcompile.planner import step_plan
 from zcompile.runtime import executor
 from zcompile.runtime import late as late_updates
+from zcompile.runtime.device.cpu import CpuDevice
 from zcompile.runtime.executor import _Call
 
 
@@ -471,6 +474,24 @@ def test_a_chunk_that_fails_is_computed_again_from_what_rests_at_home(pair, monk
 
 
 # Runs of their own
+
+
+def test_forwards_are_arranged_with_chunks_that_the_device_asks_for(tmp_path, monkeypatch):
+    """How many chunks there are then: tests/planner/test_late_step.py, of larger parameters."""
+    asked = []
+
+    def arranged(schedule, *given):
+        if schedule.program is not None:
+            asked.append(schedule.program.late)
+        return rearrange(schedule, *given)
+
+    monkeypatch.setattr(CpuDevice, "late_chunk_bytes", 3 * MiB)
+    monkeypatch.setattr(rescheduling, "rearrange", arranged)
+    with trained_pair(tmp_path) as run:
+        assert run.equal()
+    late = [rows for rows in asked if rows is not None and rows.updates]
+    assert late
+    assert {rows.least_bytes for rows in late} == {3 * MiB}
 
 
 class Early(nn.Module):

@@ -52,7 +52,8 @@ def refitted(
     """
     if late.updates:
         assert schedule.program is not None, "of a graph"
-        joining = replace(late, chunk_bytes=session.device.chunk_bytes)
+        device = session.device
+        joining = replace(late, chunk_bytes=device.chunk_bytes, least_bytes=device.late_chunk_bytes)
         schedule = replace(schedule, program=replace(schedule.program, late=joining))
     lead = lead_of(session)
     made = rearrange(schedule, budget_bytes, lead, resident, stay, reached, held)

@@ -114,6 +114,7 @@ def plan_of(
     link = machine.links.get("disk_write") if session.commit_log is not None else None
     commits = None if link is None else link.bytes_per_s
     chunk_bytes, arena_bytes = session.device.chunk_bytes, session.arena.budget_bytes
+    late_chunk_bytes = session.device.late_chunk_bytes
     window, simulated = min(least_window, arena_bytes), seconds_at(costs)
     with working("planning a step", unit=lambda n: f"{n} arrangements tried") as work:
 
@@ -134,6 +135,7 @@ def plan_of(
                 room.reach,
                 scratch=scratch,
                 nbytes=arena_bytes,
+                late_chunk_bytes=late_chunk_bytes,
             )
             compute = demand_of(step, costs.region_seconds).phases_s
             return plan_step(
@@ -159,7 +161,15 @@ def plan_of(
             return widened(plan_with_wholes(step, not_late, frozenset(wholes)))
         if may_be_late:
             plan = plan_late_or_not(
-                step, planned, kept, room, chunk_bytes, seconds, window, commits
+                step,
+                planned,
+                kept,
+                room,
+                chunk_bytes,
+                seconds,
+                window,
+                commits,
+                late_chunk_bytes,
             )
         else:
             plan = planned(step, kept, None)
@@ -178,7 +188,7 @@ def may_update_on_host(session: Session) -> bool:
 
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
-    late = with_all_late(step, session.device.chunk_bytes)
+    late = with_all_late(step, session.device.chunk_bytes, session.device.late_chunk_bytes)
     return demand_of(late, costs.region_seconds, together=True, machine=costs.machine)
 
 

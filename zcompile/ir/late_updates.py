@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zcompile.ir.optimizer_step import CHUNK_BYTES, Column, Row
+from zcompile.ir.optimizer_step import CHUNK_BYTES, LEAST_PACED_BYTES, Column, Row
 from zcompile.ir.schedule import EntryIndex, Register
 from zcompile.ir.types import EntryKind
 
@@ -48,6 +48,8 @@ class LateRows:
     names        of these
     plains       number of plain operands
     chunk_bytes  of an operand, at most
+    least_bytes  of an operand in a chunk, where a share of what it streams through has room: less
+                 is mostly overhead
     """
 
     updates: tuple[LateUpdate, ...] = ()
@@ -55,6 +57,7 @@ class LateRows:
     names: tuple[str, ...] = ()
     plains: int = 0
     chunk_bytes: int = CHUNK_BYTES
+    least_bytes: int = LEAST_PACED_BYTES
 
     def with_rows(
         self, name: str, rows: Sequence[Row], inputs: int, of: Sequence[Any], call: Sequence[Any]

@@ -9,7 +9,15 @@ as the arena's window allows.
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from zcompile.ir.optimizer_step import DEPTH, NO_ROOM, Column, Row, StepRoom, lower_step
+from zcompile.ir.optimizer_step import (
+    DEPTH,
+    LEAST_PACED_BYTES,
+    NO_ROOM,
+    Column,
+    Row,
+    StepRoom,
+    lower_step,
+)
 from zcompile.ir.schedule import (
     Departure,
     EntryIndex,
@@ -179,6 +187,8 @@ class ArenaShare:
     scratch       memory outside the arena that no graph holds during that step; used if it is
                   larger
     nbytes        of the arena; what neither streams nor rests there takes results of list ops
+    late_chunk_bytes  least bytes per operand and chunk of an update that joins a forward, where
+                  room allows
     """
 
     window_bytes: int
@@ -188,6 +198,7 @@ class ArenaShare:
     depth: int = DEPTH
     scratch: StepRoom = NO_ROOM
     nbytes: int = 0
+    late_chunk_bytes: int = LEAST_PACED_BYTES
 
     @property
     def step_room(self) -> StepRoom:

@@ -9,7 +9,6 @@ from torch import Tensor
 from zcompile.ir.late_updates import LateRows, LateUpdate
 from zcompile.ir.optimizer_step import (
     CHUNK_ELEMENTS,
-    LEAST_PACED_BYTES,
     ChunkFunction,
     Column,
     Row,
@@ -36,7 +35,7 @@ GATHER_LEAD = 1
 """Regions before its first reader that a share is updated: one more holds all of the parameter for
 one region longer."""
 FEWEST_LANES = 4
-"""The same of chunks of `LEAST_PACED_BYTES`: smaller ones are mostly overhead."""
+"""The same of chunks of the least bytes that pay for their transfers."""
 
 
 def reads_once(program: RegionProgram, entry: EntryIndex, row: Row, weight: Column) -> bool:
@@ -263,7 +262,7 @@ class _Joining:
         if self.room_bytes is None:
             return set_bytes(row, row.numel)
         widest = max(column.dtype.itemsize for column in row.columns)
-        least = set_bytes(row, min(row.numel, LEAST_PACED_BYTES // widest))
+        least = set_bytes(row, min(row.numel, self.late.least_bytes // widest))
         return max(self.room_bytes // LANES, min(least, self.room_bytes // FEWEST_LANES))
 
     def _chunk(

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zcompile.ir.late_updates import LateRows, is_update, weight_of
-from zcompile.ir.optimizer_step import Row, StepRoom, lower_step
+from zcompile.ir.optimizer_step import LEAST_PACED_BYTES, Row, StepRoom, lower_step
 from zcompile.ir.schedule import SERIALS, EntryIndex, Schedule
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
@@ -30,7 +30,10 @@ class LateStep:
 
 
 def with_late_step(
-    step: StepTrace, chunk_bytes: int, wanted: Collection[EntryRef] | None = None
+    step: StepTrace,
+    chunk_bytes: int,
+    wanted: Collection[EntryRef] | None = None,
+    least_bytes: int = LEAST_PACED_BYTES,
 ) -> LateStep | None:
     """The step with its updates in the forward; None, if none may be late.
 
@@ -41,6 +44,7 @@ def with_late_step(
 
     chunk_bytes  of an operand, at most
     wanted       parameters whose updates are late, if they may be; None: all
+    least_bytes  of an operand in a chunk, where room allows
     """
     found = _late_rows(step, wanted)
     if not 0 < _chunks(step, found, chunk_bytes) <= MOST_CHUNKS:
@@ -67,16 +71,20 @@ def with_late_step(
         call = step.calls[number]
         calls[number] = replace(
             call,
-            schedule=_base_of(call.schedule, late, chunk_bytes),
+            schedule=_base_of(
+                call.schedule, replace(late, chunk_bytes=chunk_bytes, least_bytes=least_bytes)
+            ),
             entries=(*call.entries, *late.entries),
         )
     kept = [c for c in calls if c.phase is not Phase.STEP or c.schedule.instructions]
     return LateStep(replace(step, calls=tuple(kept)), forwards)
 
 
-def with_all_late(step: StepTrace, chunk_bytes: int) -> StepTrace:
+def with_all_late(
+    step: StepTrace, chunk_bytes: int, least_bytes: int = LEAST_PACED_BYTES
+) -> StepTrace:
     """The step with all updates late that may be; as it is, if none may."""
-    late = with_late_step(step, chunk_bytes)
+    late = with_late_step(step, chunk_bytes, least_bytes=least_bytes)
     return step if late is None else late.step
 
 
@@ -98,11 +106,11 @@ def _settled(call: StepCall, number: int) -> Row:
     return replace(row, columns=tuple(columns))
 
 
-def _base_of(schedule: Schedule, late: LateRows, chunk_bytes: int) -> Schedule:
+def _base_of(schedule: Schedule, late: LateRows) -> Schedule:
     """The forward with late updates as passes plan it before a placement is known: everything is
     fetched."""
     assert schedule.program is not None, "of a graph"
-    program = replace(schedule.program, late=replace(late, chunk_bytes=chunk_bytes))
+    program = replace(schedule.program, late=late)
     made = arrange(program, None, 0)
     budget = schedule.budget_bytes
     return replace(made, holds=schedule.holds, budget_bytes=budget, program=program)

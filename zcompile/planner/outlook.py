@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid
+from zcompile.ir.optimizer_step import LEAST_PACED_BYTES
 from zcompile.ir.schedule import Run
 from zcompile.ir.step import StepTrace, Timeline
 from zcompile.ir.types import HELD, EntryRef, Phase, aligned
@@ -63,6 +64,7 @@ class Terms:
     activations, tile_bytes, regions, stage, partition  as in `Config`
     updates_on_host  whether a plan of one rank may let the host compute updates beside the device
     tiles_by_kernels  whether kernels of our own compute tiles of a loss, as `Config` says of a run
+    late_chunk_bytes  as of a `Device`
     """
 
     machine: Machine
@@ -78,6 +80,7 @@ class Terms:
     partition: str = "slices"
     updates_on_host: bool = False
     tiles_by_kernels: bool = False
+    late_chunk_bytes: int = LEAST_PACED_BYTES
 
     def on(self, machine: Machine) -> "Terms":
         """The same terms for another machine, whose host has room for another staging ring."""
@@ -181,7 +184,7 @@ def evaluated(
     several = terms.machine.ranks > 1
     narrow = None if several else with_copies(step, reading)
     read_as = [step] if narrow is None else [step, narrow.step]
-    ways = [with_all_late(way, chunk_bytes) for way in read_as]
+    ways = [with_all_late(way, chunk_bytes, terms.late_chunk_bytes) for way in read_as]
     for name, value, default in (
         ("stage", terms.stage, "auto"),
         ("partition", terms.partition, "slices"),
@@ -205,7 +208,15 @@ def evaluated(
         stay, scratch = stay_and_scratch(
             step, terms.machine, arena_bytes, beside, chunk_bytes, kept
         )
-        arena = ArenaShare(0, lead, chunk_bytes, room.reach, scratch=scratch, nbytes=arena_bytes)
+        arena = ArenaShare(
+            0,
+            lead,
+            chunk_bytes,
+            room.reach,
+            scratch=scratch,
+            nbytes=arena_bytes,
+            late_chunk_bytes=terms.late_chunk_bytes,
+        )
         compute = demand_of(step, costs.region_seconds).phases_s
         return plan_step(
             step, terms.machine, room, arena, compute, seconds, least.seconds, stay, windows
@@ -214,7 +225,15 @@ def evaluated(
     # The plan, near the bound if it can be; then all numbers of it.
     # What ranks exchange does not stay where backward made it.
     kept = frozenset(step.facts if several else ())
-    planned = plan_late_or_not(step, plan, kept, room, chunk_bytes, seconds)
+    planned = plan_late_or_not(
+        step,
+        plan,
+        kept,
+        room,
+        chunk_bytes,
+        seconds,
+        late_chunk_bytes=terms.late_chunk_bytes,
+    )
 
     def here_or_on_host(step: StepTrace, made: StepPlan) -> StepPlan:
         if not on_host:

@@ -15,7 +15,15 @@ from types import MappingProxyType
 
 from zcompile.errors import KEEP_LESS, BudgetExceeded, more_device_memory
 from zcompile.ir.effects import IN
-from zcompile.ir.optimizer_step import DEEP, DEEPER, DEPTH, NO_ROOM, StepRoom, paced_bytes
+from zcompile.ir.optimizer_step import (
+    DEEP,
+    DEEPER,
+    DEPTH,
+    LEAST_PACED_BYTES,
+    NO_ROOM,
+    StepRoom,
+    paced_bytes,
+)
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
@@ -269,6 +277,7 @@ def plan_late_or_not(
     seconds: Seconds,
     least_window: int = 0,
     commit_bytes_per_s: float | None = None,
+    late_chunk_bytes: int = LEAST_PACED_BYTES,
 ) -> StepPlan:
     """The fastest of some plans: of a step as it was recorded, and with late updates.
 
@@ -286,10 +295,11 @@ def plan_late_or_not(
     least_window  of the arena, that must be left
     commit_bytes_per_s  at which the commits of a durable run write what does not rest on disk;
                         None: there are no commits
+    late_chunk_bytes  of an operand in a chunk of a late update, at least, where room allows
     raises        BudgetExceeded
     """
     plan = planned(step, kept, None)
-    all_late = with_late_step(step, chunk_bytes)
+    all_late = with_late_step(step, chunk_bytes, least_bytes=late_chunk_bytes)
     if all_late is None or not _moves_in_steps(plan):
         return plan
     if set(all_late.forwards.values()) != {step.calls[0].schedule.serial}:
@@ -304,7 +314,7 @@ def plan_late_or_not(
     moving = _moving(step, all_late.forwards, plan.placement, room.reach)
     ways: list[Callable[[], LateStep | None]] = [lambda: all_late]
     if set(moving) != set(all_late.forwards):
-        ways.append(lambda: with_late_step(step, chunk_bytes, moving))
+        ways.append(lambda: with_late_step(step, chunk_bytes, moving, late_chunk_bytes))
     for way in ways:
         late = way()
         if late is None or not can_stay(late.step, plan.placement.stay, room.held_bytes, kept):
@@ -531,7 +541,10 @@ def as_planned(step: StepTrace, plan: StepPlan) -> StepTrace:
     step = as_read(step, plan)
     if plan.on_host and (marked := with_host_updates(step, plan.on_host)) is not None:
         return marked
-    late = with_late_step(step, plan.arena.chunk_bytes, plan.late) if plan.late else None
+    if not plan.late:
+        return step
+    arena = plan.arena
+    late = with_late_step(step, arena.chunk_bytes, plan.late, arena.late_chunk_bytes)
     return step if late is None else late.step
 
 

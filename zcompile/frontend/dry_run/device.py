@@ -118,9 +118,16 @@ class DryRunDevice:
     streams = None
     cores = None
 
-    def __init__(self, chunk_bytes: int, emulates: bool, torch_device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        chunk_bytes: int,
+        late_chunk_bytes: int,
+        emulates: bool,
+        torch_device: torch.device = CPU,
+    ) -> None:
         self.torch_device = torch_device
         self.chunk_bytes = chunk_bytes
+        self.late_chunk_bytes = late_chunk_bytes
         self.reaches_host = emulates
         self._emulates = emulates
 
@@ -232,7 +239,7 @@ def open_dry_run(
     device_bytes  of the device that graphs and schedules are planned for
     """
     mover = TransferQueue()
-    device = DryRunDevice(NO_LIMIT, emulates)
+    device = DryRunDevice(NO_LIMIT, NO_LIMIT, emulates)
     size = staging_size(256 * KiB)
     ring = Staging(torch.empty(size.nbytes, dtype=torch.uint8), size, Gauge())
     means = TransferContext(device, ring, Workers("zinf-paper", 1, mover.abandon))

@@ -60,7 +60,13 @@ OPTIMIZERS: Mapping[str, MakeOptimizer] = types.MappingProxyType(
         "sgd": lambda params: torch.optim.SGD(params, momentum=0.9, fused=True),
     }
 )
-CHUNK_BYTES = types.MappingProxyType({"cpu": CpuDevice.chunk_bytes, "cuda": CudaDevice.chunk_bytes})
+CHUNK_BYTES = types.MappingProxyType(
+    {
+        "cpu": (CpuDevice.chunk_bytes, CpuDevice.late_chunk_bytes),
+        "cuda": (CudaDevice.chunk_bytes, CudaDevice.late_chunk_bytes),
+    }
+)
+"""Type of a device -> bytes of its chunks: in a step the most, of late updates the least."""
 TRACED_BYTES = 4 * TiB
 """Arena that a step of a dry run is traced for: tracing never fails for want of room; a plan is
 scheduled for the machine afterwards."""
@@ -188,7 +194,8 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     config = config.in_bytes(named.tiers) if isinstance(named, Machine) else settled(config)
     paced = {"h2d", "d2h"} & set(config.throttle)
     emulates = here and device.type == "cpu" and not paced
-    stand_in = DryRunDevice(CHUNK_BYTES[device.type if here else "cuda"], emulates, device)
+    chunks = CHUNK_BYTES[device.type if here else "cuda"]
+    stand_in = DryRunDevice(*chunks, emulates, device)
     found = machine_for(config, stand_in, _capacities(config) if here else None)
     if config.ranks_per_node is not None and found.ranks > 1:
         found = replace(found, ranks_per_node=config.ranks_per_node)
@@ -230,6 +237,7 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
         tiles_by_kernels=config.tiles_by_kernels
         if here
         else config.kernels != "stock" and found.runs_kernels,
+        late_chunk_bytes=stand_in.late_chunk_bytes,
     )
     return terms.on(found)
 

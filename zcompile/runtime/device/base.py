@@ -100,6 +100,9 @@ class Device(Protocol):
     """Whether compute may touch host memory, and no throttled link must show between them."""
     chunk_bytes: int
     """The most bytes per operand and chunk of an optimizer's step."""
+    late_chunk_bytes: int
+    """The least of an update that joins a forward, where a share of the streaming buffer has room:
+    so many that the link takes longer for them than the host to start their transfers."""
 
     @property
     def cores(self) -> Cores | None:

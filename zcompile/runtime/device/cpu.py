@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zcompile.errors import DeviceTooSmall
+from zcompile.ir.optimizer_step import LEAST_PACED_BYTES
 from zcompile.ir.ties import Watch
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.base import CopyListener, CopyReport, Direction
@@ -50,6 +51,7 @@ class CpuDevice:
     chunk_bytes = 16 * MiB
     """At 2 GB/s of a disk 8 ms, many times what starting a transfer costs; three chunks of four
     operands are in flight, which keeps a disk busy."""
+    late_chunk_bytes = LEAST_PACED_BYTES
 
     def __init__(
         self, throttle: Mapping[str, float], meter: Meter, crashed: Callable[[BaseException], None]

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -186,6 +186,13 @@ def show(title: str, rows: dict[str, list[Timed]], heads: list[str], per: list[f
         print(f"| {name} | {' | '.join(texts)} |", flush=True)
 
 
+def show_gigabytes(held: Iterable[float]) -> str:
+    """The GB of weights of models: of the smallest and the largest, where these differ."""
+    ordered = sorted(held)
+    told = dict.fromkeys(f"{nbytes:.2f}" for nbytes in (ordered[0], ordered[-1]))
+    return f"{' to '.join(told)} GB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -215,9 +222,10 @@ def main() -> None:
     held = {case: runs[0]["bytes"] / GB for case, runs in found.items()}
     print(f"{args.device}, {torch.get_num_threads()} threads, torch {torch.__version__}", end="")
     print(f"; medians of {args.rounds}")
+    of_layers = show_gigabytes(held[case] for case in by_layers)
     for title, cases, per in (
         (f"{few} layers, more: of CPU per GB", by_bytes, [held[case] for case in by_bytes]),
-        (f"{first} GB, more: of CPU per layer", by_layers, [float(n) for _, n in by_layers]),
+        (f"{of_layers}, more: of CPU per layer", by_layers, [float(n) for _, n in by_layers]),
     ):
         rows = {name: [median(case, name) for case in cases] for name in names}
         heads = [f"{held[case]:.2f} GB, {case[1]} layers" for case in cases]

@@ -1,6 +1,7 @@
-"""`benchmarks.startup`: phases that lie within others are counted once."""
+"""`benchmarks.startup`: phases that lie within others are counted once; titles are true."""
 
 import argparse
+import sys
 
 from benchmarks import startup
 
@@ -32,3 +33,19 @@ def test_every_phase_is_met_from_the_building_to_the_third_step():
     assert set(phases.taken) == within | steps | {"build, with random values", "trace"}
     assert all(min(row) >= 0 for row in phases.taken.values())
     assert 8e6 <= count < 16e6
+
+
+def test_titles_tell_the_bytes_that_were_built_as_their_columns_do(monkeypatch, capsys):
+    built = {(4e8, 2): 0.45e9, (8e8, 2): 0.9e9, (4e8, 4): 0.51e9}
+    monkeypatch.setattr(
+        startup,
+        "alone",
+        lambda *case: {"bytes": built[case], "phases": {"trace": (1.0, 2.0)}},
+    )
+    sizes = ["--gigabytes", "0.4", "0.8", "--layers", "2", "4", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["startup", *sizes])
+    startup.main()
+    lines = capsys.readouterr().out.splitlines()
+    by_layers = lines.index("0.45 to 0.51 GB, more: of CPU per layer; s, of CPU")
+    assert lines[by_layers + 2] == "| phase | 0.45 GB, 2 layers | 0.51 GB, 4 layers | more |"
+    assert startup.show_gigabytes([0.451, 0.452]) == "0.45 GB"

@@ -139,6 +139,18 @@ def test_recurrent_modules_that_were_built_before(name, mode, tmp_path):
     assert_alike(plain, copy.deepcopy(tiered))
 
 
+@pytest.mark.slow  # quick are the recurrent ones, and autocast with gradients in tests/e2e
+def test_an_encoder_layer_that_is_one_op_to_torch_casts_as_aot_eager_does(tmp_path):
+    plain = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
+    tiered = zcompile.offload(copy.deepcopy(plain), **ON_DISK, disk=tmp_path)
+    x = torch.randn(4, 8, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours = called(tiered, "compiled")(x)
+        torch._dynamo.reset()
+        assert torch.equal(ours, called(plain, "compiled", "aot_eager")(x))
+        assert torch.equal(ours, tiered(x))
+
+
 def test_weak_references_of_others_are_refused_and_those_of_the_module_are_still_there(tmp_path):
     model = nn.Sequential(nn.LSTM(4, 4))
     other = weakref.ref(model[0].bias_hh_l0)

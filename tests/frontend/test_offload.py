@@ -388,3 +388,27 @@ def test_one_warning_says_that_the_device_is_emulated(monkeypatch, caplog):
         zcompile.close(zcompile.offload(mlp(), host_memory="16MiB"))
     assert [r.levelname for r in caplog.records] == ["WARNING"]
     assert "no CUDA device" in caplog.text
+
+
+HOLDS = {
+    "numpy, by DLPack": lambda p: np.from_dlpack(p.requires_grad_(False)),
+    "torch, by DLPack": lambda p: torch.from_dlpack(p.requires_grad_(False)),
+    "a view": lambda p: p[0],
+    "a graph": lambda p: p * torch.ones(4, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("holds", HOLDS)
+def test_a_parameter_that_something_within_torch_refers_to_is_refused_until_that_is_dropped(
+    holds, tmp_path
+):
+    model = nn.Linear(4, 4)
+    held = HOLDS[holds](model.weight)
+    before = [p.detach().clone() for p in model.parameters()]
+    refused = r"'weight' cannot be moved, .*a view of it, .*graph .*DLPack.*drop that first"
+    with pytest.raises(Unsupported, match=refused):
+        on_disk(model, tmp_path)
+    assert all(map(torch.equal, model.parameters(), before))
+    del held
+    on_disk(model, tmp_path)
+    assert all(map(torch.equal, model.parameters(), before))

@@ -119,7 +119,8 @@ def own(slot: Slot, ticket: int, register: int, name: str = "w") -> Instruction:
 
 
 def updated(register: int, ticket: int, update: int = 0) -> Run:
-    return Run(NOTHING, (register,), (), (), ticket, late=LateChunk(update, 0, 128))  # type: ignore[arg-type]
+    region = replace(NOTHING, writes=(0,))
+    return Run(region, (register,), (), (), ticket, late=LateChunk(update, 0, 128))  # type: ignore[arg-type]
 
 
 def stored(slot: Slot, ticket: int, entry: int, name: str, *after: int) -> Store:
@@ -146,6 +147,41 @@ LATE: tuple[Instruction, ...] = (
     free(NEXT, 3),
 )
 """The shares of two weights are updated, each before it is gathered, and then read."""
+
+
+READ_FIRST: tuple[Instruction, ...] = (
+    Agree(Ticket(0), "forward"),
+    share(WIDE, 1, 0, "w"),
+    gather(WIDE, 2, 0, "w", 0, 1),
+    whole(WIDE, 2, 1),
+    computed(0, 1, out=(8,), ticket=3),
+    free(WIDE, 1),
+    share(NEXT, 4, 0, "w"),
+    own(NEXT, 4, 5),
+    updated(5, 5),
+    stored(NEXT, 6, 0, "w", 4, 5),
+    free(NEXT, 5),
+)
+"""A weight is read whole; then its share is brought once more, and updated."""
+
+
+def _in_part() -> Schedule:
+    """Half of a share is updated and sent home before the share is brought and gathered."""
+    half = replace(NEXT, nbytes=512)
+    rows = (
+        Agree(Ticket(0), "forward"),
+        replace(share(half, 1, 0, "w"), nbytes=256, offset=0),
+        replace(own(half, 1, 5), layout=Layout((64,), (1,), 0, torch.float32), offset=0),
+        updated(5, 2),
+        replace(stored(half, 3, 0, "w", 1, 2), nbytes=256, offset=0),
+        free(half, 5),
+        share(WIDE, 4, 0, "w"),
+        gather(WIDE, 5, 0, "w", 0, 4),
+        whole(WIDE, 5, 1),
+        computed(0, 1, out=(8,)),
+        free(WIDE, 1),
+    )
+    return of_rank(rows, Phase.FORWARD)
 
 
 def kept(slot: Slot, ticket: int, name: str, *after: int) -> Store:
@@ -358,6 +394,14 @@ BROKEN_RANKS = {
             Phase.FORWARD,
         ),
         "'w' is updated after it is gathered",
+    ),
+    "a late update of a share that was read as part of a whole": (
+        lambda: of_rank(READ_FIRST, Phase.FORWARD),
+        "'w' is updated after compute has read it",
+    ),
+    "a share of which a part is updated, and all is gathered": (
+        _in_part,
+        "'w' is read, and only a part of it is updated",
     ),
     "a share that is read while it is gathered": (
         lambda: of_rank((*LATE[:7], computed(0, 5), *LATE[7:]), Phase.FORWARD),

@@ -3,17 +3,20 @@
 The verifier walks a schedule once and keeps a few facts; this oracle builds the order of all
 events and looks at every two accesses of the same bytes. A transfer happens at any time between
 its start, which waits for the tickets in `after`, and the wait for its own ticket. That an
-instruction stands earlier in the list orders compute with compute, and nothing else.
+instruction stands earlier in the list orders compute with compute and gathers with gathers, and
+nothing else.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zcompile.ir.schedule import (
+    Agree,
     Borrow,
     Drop,
     Fetch,
     Free,
+    Gather,
     Instruction,
     Left,
     Literal,
@@ -45,16 +48,17 @@ class Order:
 
     def __init__(self, schedule: Schedule) -> None:
         self.rows = schedule.instructions
-        kinds = Fetch | Run | Store | Offload
+        kinds = Fetch | Run | Store | Offload | Agree | Gather
         givers = {
             row.ticket: i
             for i, row in enumerate(self.rows)
             if isinstance(row, kinds) and row.ticket is not None
         }
         self.before: list[int] = []  # per event, a set of events as bits
-        compute = 0
+        compute = gathers = 0
         for i, row in enumerate(self.rows):
             start = compute if isinstance(row, Wait | Left | Run) else 0
+            start |= gathers if isinstance(row, Gather) else 0
             after = getattr(row, "after", ())
             tickets = (row.ticket,) if isinstance(row, Wait | Left) else after
             for ticket in tickets:
@@ -64,6 +68,8 @@ class Order:
             self.before.append(start | 1 << 2 * i)
             if isinstance(row, Wait | Left | Run):
                 compute = self.before[-1] | 1 << 2 * i + 1
+            elif isinstance(row, Gather):
+                gathers = self.before[-1] | 1 << 2 * i + 1
 
     def follows(self, later: int, earlier: int) -> bool:
         """Instruction `later` starts after `earlier` has ended, whatever the speeds."""
@@ -94,22 +100,29 @@ def faults(schedule: Schedule) -> Iterator[str]:
 
 
 def _accesses(schedule: Schedule) -> Iterator[Access]:
-    bound: dict[int, tuple[Slot, int]] = {}
+    bound: dict[int, tuple[int, int]] = {}
+    shares: dict[Slot, tuple[int, int]] = {}
     for i, row in enumerate(schedule.instructions):
         match row:
-            case Fetch():
-                yield Access(i, row.slot.address, row.slot.address + row.nbytes, True)
-            case Store():
-                yield Access(i, row.slot.address, row.slot.address + row.nbytes, False)
+            case Fetch() | Store():
+                begin = row.slot.address + row.offset
+                yield Access(i, begin, begin + row.nbytes, isinstance(row, Fetch))
+                if isinstance(row, Fetch):
+                    shares[row.slot] = begin, begin + row.nbytes
+            case Gather():
+                first, last = shares.get(row.slot, (row.slot.address, row.slot.address))
+                yield Access(i, first, last, False)
+                yield Access(i, row.slot.address, first, True)
+                yield Access(i, last, row.slot.address + row.nbytes, True)
             case Wait():
+                begin = row.slot.address + row.offset
                 end = (row.layout.offset + row.layout.span) * row.layout.dtype.itemsize
-                bound[row.register] = (row.slot, end)
+                bound[row.register] = (begin, begin + end)
             case Run():
                 for register in row.inputs:
                     if register in bound:
-                        slot, nbytes = bound[register]
                         updates = schedule.phase is Phase.STEP or row.late is not None
-                        yield Access(i, slot.address, slot.address + nbytes, updates)
+                        yield Access(i, *bound[register], updates)
             case Free():
                 bound.pop(row.register, None)
 
@@ -159,14 +172,24 @@ def _account(schedule: Schedule) -> Iterator[str]:
             case Fetch():
                 if any(slot.overlaps(row.slot) for slot in taken):
                     yield f"{i} takes what is taken"
-                if row.nbytes > row.slot.nbytes or row.slot.end > schedule.arena_bytes:
+                too_large = row.offset + row.nbytes > row.slot.nbytes
+                if too_large or row.slot.end > schedule.arena_bytes:
                     yield f"{i} does not fit"
                 taken[row.slot] = row
                 waited.discard(row.slot)
+            case Gather():
+                if row.slot not in taken or row.nbytes > row.slot.nbytes:
+                    yield f"{i} does not fit"
+                else:  # from here on all of it is brought
+                    all_of_it = replace(taken[row.slot], nbytes=row.nbytes, ticket=row.ticket)
+                    taken[row.slot] = replace(all_of_it, offset=0)
+                    waited.discard(row.slot)
             case Wait():
                 end = (row.layout.offset + row.layout.span) * row.layout.dtype.itemsize
+                end += row.offset
                 *parts, last = _fetches_into(row.slot, taken) or [None]
-                brought = row.slot.nbytes - last.slot.nbytes + last.nbytes if last else 0
+                before = row.slot.nbytes - last.slot.nbytes if last else 0
+                brought = before + last.offset + last.nbytes if last else 0
                 if last is None or last.ticket != row.ticket or end > brought:
                     yield f"{i} waits for other bytes"
                 elif not waited.issuperset(part.slot for part in parts):
@@ -293,6 +316,8 @@ def allocations(schedule: Schedule) -> list[list[int]]:
         if isinstance(row, Fetch):
             groups.append([i])
             open_[row.slot] = groups[-1]
-        elif isinstance(row, Wait | Store | Free) and row.slot in open_:  # and not over its parts
+        elif (
+            isinstance(row, Wait | Store | Gather | Free) and row.slot in open_
+        ):  # and not over its parts
             open_[row.slot].append(i)
     return groups

@@ -91,6 +91,16 @@ def test_a_region_computes_what_its_nodes_compute():
     assert region.text == "t mm"
 
 
+def test_the_text_of_a_region_names_ops_by_their_namespace_if_it_is_not_torchs_own():
+    def build(graph, x):
+        wide = torch.ops.prims.convert_element_type.default
+        y = graph.call_function(wide, (x, torch.float64))
+        return [graph.call_function(aten.add.Tensor, (y, y))]
+
+    region = compile_region(traced(build, X), {})
+    assert region.text == "prims.convert_element_type add"
+
+
 def test_a_region_is_compiled_once():
     compiled = {}
     assert compile_region(traced(linear, X, W), compiled) is compile_region(

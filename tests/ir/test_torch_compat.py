@@ -387,6 +387,8 @@ def wrapper() -> None:
     assert type(made) is Wrapped
     assert (tuple(made.shape), made.stride(), made.storage_offset()) == ((3, 2), (1, 3), 5)
     assert (made.dtype, made.device.type, made.requires_grad) == (torch.float16, "cpu", True)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(made)
 
 
 @contract

@@ -4,7 +4,7 @@ import copy
 import pickle
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from zcompile.machine import files
 from zcompile.machine.files import MachineUnknown, MachineUnreadable, find, names, read, write
 from zcompile.machine.model import (
     DTYPES,
+    LINKS,
     RANK_LINKS,
     TIER_LINKS,
     TIERS,
@@ -391,3 +392,13 @@ def test_other_ranks_are_paced_by_the_slowest_link_that_they_pass():
     assert many.way_of(many.mesh.whole_ring(8)).name == "node_to_node"
     told = replace(many, slower_way="rank_to_rank")
     assert told.way_of(told.mesh.whole_ring(8)).name == "rank_to_rank"
+
+
+def test_every_key_of_a_machines_file_is_told_in_the_documentation():
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    section = page.split("## A machine's file")[1].split("\n## ")[0]
+    told = set(re.findall(r"`([a-z0-9_]+)`", section))
+    keys = {field.name for kind in (Machine, Link, Compute) for field in fields(kind)}
+    tables = {"tiers", "links", "compute", "flops_per_s"}
+    assert (keys - tables) | {*TIERS, *LINKS} <= told
+    assert all(f"[{table}" in section for table in ("tiers]", "links.", "compute.flops_per_s]"))

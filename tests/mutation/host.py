@@ -2,17 +2,20 @@
 
 The host runs ahead of all events, so only what the list names holds them back: compute acts in
 order; a transfer starts after its tickets and ends at any later time; transfers of the same bytes
-at home follow each other. Written without a look at the verifier, whose word it checks.
+at home follow each other, and so do gathers, in the order in which they are started. Written
+without a look at the verifier, whose word it checks.
 """
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from zcompile.ir.schedule import (
+    Agree,
     Borrow,
     Drop,
     Fetch,
     Free,
+    Gather,
     Left,
     Literal,
     Offload,
@@ -53,11 +56,13 @@ class Listing:
     """What the host knows once it has walked the list: where each operand is, and what comes first.
 
     before  per event, those that must be over
+    shares  per gather, in order: the bytes of its slot, begin and end, that this rank brings
     """
 
     operands: dict[int, list[Place]] = field(default_factory=dict)
     before: dict[Event, list[Event]] = field(default_factory=dict)
     results: list[Place | object] = field(default_factory=list)
+    shares: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def home_of(x: Fetch | Store | Borrow) -> Hashable:
@@ -117,6 +122,11 @@ class _Host:
                         raise Broken("more goes home than a slot holds")
                     self._transfer(i, x.after, "home", (home_of(x), *extent_of(x), True))
                     self.givers[x.ticket] = (i, "end")
+                case Agree():
+                    self._transfer(i, (), "end", None)
+                    self.givers[x.ticket] = (i, "end")
+                case Gather():
+                    self._gather(i, x)
                 case Reduce():
                     self.made.operands[i] = [self._read(x.value)]
                     self._transfer(i, x.after, "end", None)
@@ -161,18 +171,31 @@ class _Host:
     def _take(self, x: Fetch, i: int) -> None:
         if any(slot.overlaps(x.slot) for slot in self.taken):
             raise Broken("two slots overlap")
-        if max(x.slot.end, x.slot.address + x.nbytes) > self.schedule.arena_bytes:
+        if max(x.slot.end, x.slot.address + x.offset + x.nbytes) > self.schedule.arena_bytes:
             raise Broken("a slot lies beyond the arena")
         self.taken[x.slot] = i
+
+    def _gather(self, i: int, x: Gather) -> None:
+        if x.slot not in self.taken:
+            raise Broken("shares meet in a slot that nobody took")
+        if x.nbytes > x.slot.nbytes:
+            raise Broken("more is gathered than a slot holds")
+        fetch = self.schedule.instructions[self.taken[x.slot]]
+        assert isinstance(fetch, Fetch)
+        self._transfer(i, x.after, "end", None)
+        if self.made.shares:
+            self.made.before[i, "start"].append((max(self.made.shares), "end"))
+        self.made.shares[i] = fetch.offset, fetch.offset + fetch.nbytes
+        self.givers[x.ticket] = (i, "end")
 
     def _wait(self, i: int, x: Wait) -> None:
         if x.ticket not in self.givers or not self._is_taken(x.slot):
             raise Broken("it waits for what was not started")
         end = (x.layout.offset + x.layout.span) * x.layout.dtype.itemsize
-        if end > x.slot.nbytes:
+        if x.offset + end > x.slot.nbytes:
             raise Broken("a tensor is larger than its slot")
         self._computes(i, [self.givers[x.ticket]])
-        address = x.slot.address
+        address = x.slot.address + x.offset
         self.registers[x.register] = Place(
             "arena", address, address + end, x.register in self.written
         )

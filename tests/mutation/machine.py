@@ -3,7 +3,8 @@
 No threads and no device: an array of bytes is the arena, others are the entries at home. Regions
 are stand-ins that mix all they read into all they make, so a single wrong byte shows in the result.
 A fetch spoils its slot when it starts, and has read half of its source by then; a store has read
-half of its slot; so every moment of a transfer counts.
+half of its slot; so every moment of a transfer counts. A gather spoils what the other ranks bring,
+who all go by the schedule that nothing was changed in, and gives them what this rank has.
 """
 
 import functools
@@ -13,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator
 import numpy as np
 from mutation.host import Event, Listing, Place, extent_of, home_of
 
-from zcompile.ir.schedule import Borrow, Fetch, Left, Offload, Reduce, Run, Schedule, Store
+from zcompile.ir.schedule import Borrow, Fetch, Gather, Left, Offload, Reduce, Run, Schedule, Store
 
 Bytes = np.ndarray
 Order = Callable[[Listing], Iterator[Event]]
@@ -42,6 +43,8 @@ class _Memory:
         self.carried: dict[int, Bytes] = {}
         self.gradients: dict[int, Bytes] = {}
         self.away: dict[int, Bytes] = {}
+        self.given: dict[int, Bytes] = {}
+        """What the other ranks get of this one."""
 
     def act(self, i: int, what: str) -> None:
         x = self.rows[i]
@@ -55,6 +58,17 @@ class _Memory:
                 half = x.nbytes // 2
                 self.carried[i][half:] = self._home(x)[half:]
                 self._slot(x)[:] = self.carried[i]
+            case Gather(), "start":
+                first, last = self.listing.shares[i]
+                whole = self._slot(x)
+                self.carried[i] = whole[first:last].copy()
+                whole[:first] = whole[last:] = 0xA5
+            case Gather(), "end":
+                first, last = self.listing.shares[i]
+                whole, half = self._slot(x), (last - first) // 2
+                self.given[i] = np.concatenate([self.carried[i][:half], whole[first:last][half:]])
+                others = _noise(f"gather {[*self.listing.shares].index(i)}", x.nbytes)
+                whole[:first], whole[last:] = others[:first], others[last:]
             case Store(), "start":
                 self.carried[i] = self._slot(x).copy()
             case Store(), "end":
@@ -85,6 +99,8 @@ class _Memory:
             sums.setdefault(at, []).append(self.gradients[i])
         for at in sorted(sums):  # tiles may come in any order, contributions to one may not
             total.update(b"".join(part.tobytes() for part in sums[at]))
+        for gather in sorted(self.given):
+            total.update(self.given[gather])
         for made in sorted(self.away):
             total.update(self.away[made])
         for key in sorted(self.homes, key=str):
@@ -113,8 +129,9 @@ class _Memory:
             return _noise(f"given {place.number}", 32)
         return self.made.get((place.maker, place.number), np.zeros(32, np.uint8))
 
-    def _slot(self, x: Fetch | Store) -> Bytes:
-        return self.arena[x.slot.address : x.slot.address + x.nbytes]
+    def _slot(self, x: Fetch | Store | Gather) -> Bytes:
+        first = x.slot.address + (0 if isinstance(x, Gather) else x.offset)
+        return self.arena[first : first + x.nbytes]
 
     def _home(self, x: Fetch | Store) -> Bytes:
         return self.homes[home_of(x)][x.begin : x.begin + x.nbytes]

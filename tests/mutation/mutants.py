@@ -12,9 +12,12 @@ from typing import Any
 from races import allocations, recounted
 
 from zcompile.ir.schedule import (
+    Agree,
     Borrow,
     Fetch,
     Free,
+    Gather,
+    Instruction,
     Left,
     Offload,
     Reduce,
@@ -22,6 +25,7 @@ from zcompile.ir.schedule import (
     Schedule,
     Slot,
     Store,
+    Ticket,
     Wait,
 )
 from zcompile.ir.types import ALIGNMENT
@@ -31,6 +35,7 @@ Mutant = tuple[str, Callable[[], Schedule]]
 
 FARTHEST = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Instructions that something is moved by."""
+TRANSFERS = Fetch, Store, Reduce, Offload, Gather
 NEIGHBOURS = 4
 """How many others of its kind something is swapped with."""
 
@@ -60,15 +65,12 @@ def events_dropped(schedule: Schedule) -> Iterator[Mutant]:
     """A ticket of a run with all its uses; or one use of one ticket."""
     for i, x in _at(schedule, Run):
         if x.ticket is not None:
-            uses = [
-                (k, _not_after(y, x.ticket))
-                for k, y in _at(schedule, Fetch, Store, Reduce, Offload)
-            ]
+            uses = [(k, _not_after(y, x.ticket)) for k, y in _at(schedule, *TRANSFERS)]
             yield (
                 f"ticket of {i} dropped",
                 partial(_with, schedule, (i, replace(x, ticket=None)), *uses),
             )
-    for i, x in _at(schedule, Fetch, Store, Reduce, Offload):
+    for i, x in _at(schedule, *TRANSFERS):
         for ticket in x.after:
             yield f"{i} not after {ticket}", partial(_with, schedule, (i, _not_after(x, ticket)))
 
@@ -91,7 +93,7 @@ def releases_earlier(schedule: Schedule) -> Iterator[Mutant]:
 
 
 def transfers_earlier(schedule: Schedule) -> Iterator[Mutant]:
-    return _earlier(schedule, Fetch, Store, Reduce, Offload)
+    return _earlier(schedule, *TRANSFERS)
 
 
 def addresses_swapped(schedule: Schedule) -> Iterator[Mutant]:
@@ -137,7 +139,7 @@ def buffers_shrunk(schedule: Schedule) -> Iterator[Mutant]:
 
 def transfers_reordered(schedule: Schedule) -> Iterator[Mutant]:
     """Two transfers on different streams in each other's place."""
-    rows = list(_at(schedule, Fetch, Store, Reduce, Offload))
+    rows = list(_at(schedule, *TRANSFERS))
     for n, (i, x) in enumerate(rows):
         others = [(k, y) for k, y in rows[n + 1 :] if isinstance(y, Fetch) != isinstance(x, Fetch)]
         for k, y in others[:NEIGHBOURS]:
@@ -147,11 +149,7 @@ def transfers_reordered(schedule: Schedule) -> Iterator[Mutant]:
 def stores_dropped(schedule: Schedule) -> Iterator[Mutant]:
     """With all uses of their tickets."""
     for i, x in _at(schedule, Store):
-        uses = [
-            (k, _not_after(y, x.ticket))
-            for k, y in _at(schedule, Fetch, Store, Reduce, Offload)
-            if k != i
-        ]
+        uses = [(k, _not_after(y, x.ticket)) for k, y in _at(schedule, *TRANSFERS) if k != i]
         yield f"store {i} dropped", partial(_with, schedule, *uses, (i, None))
 
 
@@ -171,6 +169,40 @@ def regions_earlier(schedule: Schedule) -> Iterator[Mutant]:
             yield f"run {i} at {to}", partial(recounted, schedule, moved)
 
 
+def wholes_earlier(schedule: Schedule) -> Iterator[Mutant]:
+    """A region of the graph reads what ranks gather before this rank's share of that is updated:
+    of a fetch of its own, which the update's comes behind."""
+    rows = schedule.instructions
+    agreement = tuple(x.ticket for _, x in _at(schedule, Agree))
+    tickets = (getattr(x, "ticket", None) for x in rows)
+    ticket = max((t for t in tickets if t is not None), default=0)
+    for group in allocations(schedule):
+        gathers = [i for i in group if isinstance(rows[i], Gather)]
+        waits = [i for i in group if isinstance(rows[i], Wait)]
+        if not gathers or len(waits) < 2:
+            continue  # nobody updates it
+        fetch: Any = rows[group[0]]
+        gather: Any = rows[gathers[0]]
+        wait: Any = rows[waits[-1]]
+        reader = next(i for i, x in _at(schedule, Run) if wait.register in x.inputs)
+        slot = Slot(schedule.arena_bytes, fetch.slot.nbytes)
+        fetched, gathered = Ticket(ticket + 1), Ticket(ticket + 2)
+        before: list[Instruction] = [
+            replace(fetch, slot=slot, ticket=fetched, after=()),
+            replace(gather, slot=slot, ticket=gathered, after=(*agreement, fetched)),
+            replace(wait, slot=slot, ticket=gathered),
+            rows[reader],
+            Free(slot, wait.register, wait.name),
+        ]
+        gone = {gathers[0], waits[-1], reader}
+        moved = []
+        for i, x in enumerate(rows):
+            moved += before if i == waits[0] else []
+            moved += [x] if i not in gone else []
+        unbounded = replace(schedule, budget_bytes=None)
+        yield f"run {reader} at {waits[0]}", partial(recounted, unbounded, tuple(moved))
+
+
 MUTATIONS: dict[str, Callable[[Schedule], Iterator[Mutant]]] = {
     "drop a wait": waits_dropped,
     "drop an event": events_dropped,
@@ -181,4 +213,5 @@ MUTATIONS: dict[str, Callable[[Schedule], Iterator[Mutant]]] = {
     "start a transfer earlier": transfers_earlier,
     "leave a store out": stores_dropped,
     "compute earlier than an update": regions_earlier,
+    "read all before a share is updated": wholes_earlier,
 }

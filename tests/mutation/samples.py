@@ -1,4 +1,5 @@
-"""The schedules that are mutated: of every small model, and of optimizers' steps, in tight rooms.
+"""The schedules that are mutated: of every small model, of optimizers' steps, and of one of several
+ranks, in tight rooms.
 
 A model is compiled once; other budgets and what rests on the device are arranged from that.
 """
@@ -10,17 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from dry_runs import SMALL
 from joint import captured, catch, held_bytes, least_budget, trained_schedules
 from moved import forced
 from small_models import mlp, small
+from torch import nn
 
 import zcompile
 from zcompile.errors import BudgetExceeded
+from zcompile.frontend.dry_run.plan import terms_of, trace
 from zcompile.ir.late_updates import LateRows
 from zcompile.ir.optimizer_step import CHUNK_ELEMENTS, Column, Row, StepRoom, lower_step
 from zcompile.ir.schedule import Borrow, EntryIndex, Fetch, Register, Schedule
-from zcompile.ir.types import Phase, aligned
+from zcompile.ir.types import ALIGNMENT, Phase, aligned
 from zcompile.ir.units import Bytes, KiB, MiB
+from zcompile.machine.model import Link, with_ranks
 from zcompile.passes.arrange import rearrange
 from zcompile.passes.late_updates import reads_once
 
@@ -102,14 +107,55 @@ MOST_LATE = 3
 """Parameters that a forward updates late: its schedule is long enough with these."""
 
 
-def with_late_updates(schedule: Schedule) -> Schedule | None:
+OF_RANKS = "mlp, of ranks"
+"""A small model of each of whose weights this rank holds a half, which it updates late in several
+chunks."""
+RANKS_WIDTH = 72
+"""Its weights are just large enough to be divided."""
+RANKS_CHUNK_BYTES = 16 * KiB
+
+
+def of_ranks() -> dict[str, Schedule]:
+    """A forward of the first of two ranks, with late updates of its shares: tight, and with room
+    for everything. What rests on the device comes to be gathered as all else does."""
+    two = with_ranks(
+        replace(SMALL, links={**SMALL.links, "rank_to_rank": Link("rank_to_rank", 1e9)}), 2
+    )
+    model = nn.Sequential(*(layer for layer in mlp(RANKS_WIDTH)))
+    for layer in model:
+        layer.bias = None  # small entries are whole on each rank
+    inputs = (torch.randn(4, RANKS_WIDTH),)
+    step = trace(model, inputs, terms_of(zcompile.Config(device="cpu"), two)).step
+    forward = next(call.schedule for call in step.calls if call.phase is Phase.FORWARD)
+    late = with_late_updates(forward, RANKS_CHUNK_BYTES)
+    assert late is not None
+    return {
+        "forward with late updates, tight": _tight(late),
+        "forward with late updates, roomy": rearrange(late, MiB, 2),
+    }
+
+
+def _tight(schedule: Schedule) -> Schedule:
+    """As it is arranged for little more than it needs: chunks grow with what there is."""
+    budget = ALIGNMENT
+    while True:
+        try:
+            return rearrange(schedule, budget, 2)
+        except BudgetExceeded as error:
+            budget = max(budget + ALIGNMENT, error.needed_bytes)
+
+
+def with_late_updates(
+    schedule: Schedule, chunk_bytes: int = CHUNK_ELEMENTS * torch.float32.itemsize
+) -> Schedule | None:
     """A forward that updates its first parameters late, as Adam does; None of another call."""
     if schedule.phase is not Phase.FORWARD or not schedule.trains:
         return None
-    late = LateRows(chunk_bytes=CHUNK_ELEMENTS * torch.float32.itemsize)
+    late = LateRows(chunk_bytes=chunk_bytes)
     program, named = schedule.program, len(schedule.handles)
     for value in program.values:
-        numel = value.nbytes // value.layout.dtype.itemsize
+        held = value.nbytes if value.share is None else value.share.nbytes
+        numel = held // value.layout.dtype.itemsize
         columns = tuple(
             Column(EntryIndex(n), 0, torch.float32, writes, name != "grad", name)
             for n, (name, writes) in enumerate(OPTIMIZERS["adam"])

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 import pytest
 from mutation.judge import Verdict, changed, meaning, verdicts
 from mutation.mutants import MUTATIONS
-from mutation.samples import MOVED, OPTIMIZERS, PARTS, TILED, of_model, of_step
+from mutation.samples import (
+    MOVED,
+    OF_RANKS,
+    OPTIMIZERS,
+    PARTS,
+    TILED,
+    of_model,
+    of_ranks,
+    of_step,
+)
 from races import faults
 from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE
@@ -19,16 +28,26 @@ from small_models import SMALL_MODELS, UNALIKE
 from zcompile.ir.schedule import Fetch, Free, Reduce, Schedule, Store, Wait
 from zcompile.verify.schedule import verify_schedule
 
-ALL = (*SMALL_MODELS, *MOVED, *TILED, PARTS, *OPTIMIZERS)
-QUICK = (*UNALIKE, *(name for name in (*MOVED, *TILED) if "block" not in name), PARTS, "sgd")
+ALL = (*SMALL_MODELS, *MOVED, *TILED, PARTS, OF_RANKS, *OPTIMIZERS)
+QUICK = (
+    *UNALIKE,
+    *(name for name in (*MOVED, *TILED) if "block" not in name),
+    PARTS,
+    OF_RANKS,
+    "sgd",
+)
 """Of each kind; those that are long have a shorter one of their kind here."""
 OF_LATE = "compute earlier than an update"
 """A mutation of schedules with late updates alone."""
+OF_SHARES = "read all before a share is updated"
+"""A mutation of those that update shares late."""
 SAMPLE = 8
 """Mutants of each mutation and schedule, about, where there are so many."""
 
 
 def all_of(name: str) -> Mapping[str, Schedule]:
+    if name == OF_RANKS:
+        return of_ranks()
     return of_step(name) if name in OPTIMIZERS else of_model(name)
 
 
@@ -57,7 +76,9 @@ def test_every_mutant_is_caught_or_means_the_same(name, record_property):
             assert verdict.rule or not verdict.changed, f"{told}: {verdict}"
             found.append(verdict)
     late = any(schedule.updates_late for schedule in all_of(name).values())
-    assert {v.mutation for v in found} == set(MUTATIONS) - ({OF_LATE} if not late else set())
+    others = {OF_LATE: late, OF_SHARES: name == OF_RANKS}
+    absent = {mutation for mutation, there in others.items() if not there}
+    assert {v.mutation for v in found} == set(MUTATIONS) - absent
     assert all(v.rule for v in found if v.mutation == "drop a wait"), "no wait is superfluous"
     for (mutation, rule, told), count in kills(found).items():
         record_property(f"{mutation}: {rule or 'accepted'}: {told}", count)
@@ -94,8 +115,12 @@ def test_the_machine_tells_mutants_apart():
     dropped events show in an order, not in what the host says."""
     step = of_step("momentum")["2 lanes, resident nothing"]
     assert any(isinstance(x, Store) for x in step.instructions)
+    others = {
+        OF_LATE: of_model(PARTS)["forward 0 with late updates"],
+        OF_SHARES: of_ranks()["forward with late updates, tight"],
+    }
     for mutation, mutants in MUTATIONS.items():
-        schedule = of_model(PARTS)["forward 0 with late updates"] if mutation == OF_LATE else step
+        schedule = others.get(mutation, step)
         expected = meaning(schedule)
         shown = [changed(schedule, make(), expected) for _, make in list(mutants(schedule))[::9]]
         assert any(shown), mutation

@@ -41,6 +41,39 @@ def test_a_penalty_on_gradients_trains_a_model_that_is_not_compiled(accumulate, 
         assert_equal(torchs, ours)
 
 
+def trained_with_penalty_of_inputs(model, call, uncompiled):
+    """As a critic is: the norm of the gradient of what lies between two batches, beside losses."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(1)
+    for _ in range(3):
+        x, y = torch.randn(4, 16), torch.randn(4, 16)
+        between = (x + torch.rand(4, 1) * (y - x)).requires_grad_()
+        out = uncompiled(between).sum()
+        (slope,) = torch.autograd.grad(out, between, create_graph=True)
+        penalty = (slope.norm(2, dim=1) - 1).square().mean()
+        (call(x).mean() - call(y).mean() + 10 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_penalty_is_of_a_call_of_the_model_itself_beside_compiled_ones(in_place, tmp_path):
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    plain = mlp()
+    torch.manual_seed(3)
+    tiered = on_disk(mlp(), tmp_path)
+    trained_with_penalty_of_inputs(plain, plain, plain)
+    if in_place:
+        tiered.compile(backend="zinf")
+        trained_with_penalty_of_inputs(tiered, tiered, tiered.forward)
+    else:
+        call = torch.compile(tiered, backend="zinf")
+        trained_with_penalty_of_inputs(tiered, call, tiered)
+    for ours, torchs in zip(tiered.parameters(), plain.parameters(), strict=True):
+        assert_equal(torchs, ours)
+
+
 def test_gradients_of_a_compiled_model_are_not_taken_for_constants(tmp_path):
     torch._dynamo.reset()
     model = on_disk(mlp(), tmp_path)

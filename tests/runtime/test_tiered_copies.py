@@ -184,6 +184,15 @@ def test_what_needs_memory_of_its_own_says_so(use, tmp_path):
     assert_equal(plain, tiered)
 
 
+@pytest.mark.parametrize("take", [lambda p: p, lambda p: p.t(), lambda p: p.data])
+def test_code_in_c_gets_an_error_and_no_address(take, tmp_path):
+    """Whoever read from what `to_dlpack` gave ended the process."""
+    plain, tiered = parameter_pair(rows, tmp_path)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer of Tensor"):
+        torch.utils.dlpack.to_dlpack(take(tiered.detach()))
+    assert_equal(plain, tiered)
+
+
 ON_A_STORAGE = """
 import torch, zcompile
 from torch import nn

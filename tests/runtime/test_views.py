@@ -5,6 +5,7 @@ import torch
 from pairs import Holder, assert_equal, mlp, on_disk, parameter_pair, plain_of
 from torch import nn, optim
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zcompile.errors import Unsupported, ValueUnset
 from zcompile.ir.types import Layout
@@ -385,6 +386,54 @@ def test_a_view_can_be_taken_in_inference_mode(view, tmp_path):
         tiered.t().mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Reading(TorchDispatchMode):
+    """What a mode of a user's reads of a tensor when an op comes by, where autograd is off."""
+
+    def __init__(self, read):
+        self.read, self.seen = read, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(self.read())
+        return func(*args, **(kwargs or {}))
+
+
+def within_a_mode(read):
+    with Reading(read) as mode:
+        torch.ones(1).add(1)
+    return mode.seen[-1]
+
+
+def in_inference(read):
+    with torch.inference_mode():
+        return read()
+
+
+VIEWS_OR_COPIES = {
+    "wider": lambda p: p.double(),
+    "narrower": lambda p: p.to(torch.bfloat16),
+    "the same": lambda p: p.to(p.dtype),
+    "contiguous": lambda p: p.t().contiguous(),
+    "contiguous already": lambda p: p.contiguous(),
+    "reshaped": lambda p: p.t().reshape(-1),
+    "flat": lambda p: p[:, :4].flatten(),
+    "expanded": lambda p: p[0].expand_as(p),
+    "as another": lambda p: torch.ones(64).view_as(p),
+    "pieces": lambda p: p.chunk(3)[2],
+}
+"""Ops that torch itself makes of others, but for where it skips autograd."""
+
+
+@pytest.mark.parametrize("where", [within_a_mode, in_inference], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("op", VIEWS_OR_COPIES)
+def test_what_may_be_a_view_or_a_copy_has_its_values_where_autograd_is_skipped(op, where, tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.randn(8, 8), tmp_path)
+    made, expected = (where(lambda p=p: VIEWS_OR_COPIES[op](p.detach())) for p in (tiered, plain))
+    assert_equal(made.clone(), expected.clone())
+    assert made.stride() == expected.stride()
+    is_view = expected.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
+    assert is_view == (getattr(made, "entry", None) is tiered.entry)
 
 
 @pytest.mark.parametrize("view", [lambda w: w.detach()[1:], lambda w: w.data.t()])

@@ -11,7 +11,9 @@ import torch
 from streams.cuda import Event, Stream
 from streams.knowledge import simulated
 from streams.mutants import OF_STORES, Edit
+from torch import nn
 
+import zcompile
 from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.ir.types import EntryKind
@@ -224,6 +226,20 @@ def test_compute_is_on_one_stream(store):
             with pytest.raises(Unsupported, match="under the same"):
                 ask()
     fetch.join_compute()
+
+
+def test_the_stream_of_compute_is_the_one_that_a_model_was_offloaded_under():
+    budgets = {"device": "cpu", "device_memory": "4MiB", "host_memory": "16MiB"}
+    with simulated() as simulation:
+        own = Stream(name="own")
+        with simulation.cuda.stream(own):
+            model = zcompile.offload(nn.Linear(256, 256), **budgets)
+        x = torch.ones(1, 256)
+        with pytest.raises(Unsupported, match="under the same"):
+            model(x)
+        with simulation.cuda.stream(own):
+            assert model(x).shape == (1, 256)
+        zcompile.close(model)
 
 
 def test_an_error_of_a_copy_reaches_what_came_after_it_on_the_device(store, monkeypatch):

@@ -523,8 +523,10 @@ def _become_tiered(
     except (RuntimeError, AttributeError) as error:  # the latter of what inference_mode made
         param.grad = grad
         raise Unsupported(
-            f"parameter {name!r} cannot be moved: {error}",
-            "offload the model before it is compiled, run or otherwise referred to weakly",
+            f"parameter {name!r} cannot be moved, since something beside Python's variables refers "
+            "to it: a view of it, an autograd graph that saved it, or an array or tensor that was "
+            "made of it by DLPack (numpy.from_dlpack, torch.from_dlpack)",
+            "drop that first, or make it of a copy (p.detach().clone())",
         ) from error
     vars(param).update(marks)
     own(param)

@@ -139,7 +139,9 @@ def _summary(nodes: Sequence[fx.Node]) -> str:
 
 
 def _name(node: fx.Node) -> str:
-    return target_of(node).removeprefix("aten.").split(".")[0]
+    """The op of a node without its overload, and without the namespace of torch's own."""
+    namespace, *name = target_of(node).split(".")
+    return name[0] if namespace == "aten" else ".".join((namespace, *name[:1]))
 
 
 def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.GraphModule:

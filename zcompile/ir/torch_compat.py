@@ -154,7 +154,8 @@ def wrapper(
     conj: bool = False,
     neg: bool = False,
 ) -> Tensor:
-    """A tensor of class `cls` with the given metadata and no storage.
+    """A tensor of class `cls` with the given metadata and no storage. Code in C++ that asks for its
+    memory gets an error.
 
     conj, neg  torch's own marks of lazy views. With one, every op but views, clones and copies
                arrives with a clone in its place, and what is written to that is copied back
@@ -164,6 +165,8 @@ def wrapper(
     made: Tensor = torch.Tensor._make_wrapper_subclass(
         cls, size, strides=stride, dtype=dtype, device=device, requires_grad=requires_grad, **more
     )
+    # Else it would be given the address 0, as `torch.utils.dlpack.to_dlpack` was.
+    torch._C._set_throw_on_mutable_data_ptr(made)
     if conj or neg:
         mark(made, conj, neg)
     return made

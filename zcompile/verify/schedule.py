@@ -176,9 +176,10 @@ class _View(NamedTuple):
 
     @property
     def span(self) -> Span | None:
-        """The bytes of an entry that were brought there; None: of none, or of several ranks."""
+        """The bytes of an entry that were brought there: of what is gathered, those of this rank's
+        share, as each rank has a proof of its own; None: of none."""
         first, last = self.uses[0], self.uses[-1]
-        if first.span is None or last.span is None or last.gathered:
+        if first.span is None or last.span is None:
             return None
         return Span(first.span.entry, first.span.begin, last.span.end)
 

@@ -101,7 +101,10 @@ def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any
             fit the arena; what a transfer raises
     """
     if _is_view(func):
-        return _view(cls, func, args, kwargs)
+        # Within a mode of the user's torch has not taken apart what may give a view or a copy, as
+        # `to` and `reshape` do.
+        made = func.decompose(*args, **kwargs)
+        return _view(cls, func, args, kwargs) if made is NotImplemented else made
     if func is aten.add_.Tensor and _is_brought_by_autograd(cls, *args, **kwargs):
         return args[0]
     if torch.is_grad_enabled():

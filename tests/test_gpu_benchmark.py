@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as bench
-from benchmarks.gpu import seven_billion, steps
+from benchmarks.gpu import machine, seven_billion, steps
 from benchmarks.gpu.record import Record, digits
+from zcompile.ir.units import MiB
 
 COLUMNS = [("name", "what", str), ("seconds", "s", digits(1))]
 TINY = {
@@ -184,6 +185,7 @@ def test_without_a_card_it_says_so(monkeypatch, capsys):
 
 def test_the_machine_is_measured(out, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(machine, "WINDOW_BYTES", 16 * MiB)
     given = ["--device", "cpu", "--parts", "machine", "kernels", "--disk", str(tmp_path)]
     assert bench.main([*given, "--out", str(out)]) == 0
     parts = read(out)["parts"]

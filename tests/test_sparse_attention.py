@@ -291,9 +291,10 @@ class Given(Masks):
         ([(within(n), 128) for n in (3, 40, 4)], ["a number that its mask"]),
         ([(within(n), 128) for n in (3.5, 40.5, 4.5)], ["a number that its mask"]),
         ([(back, block) for block in (128, 64, 32)], ["its mask's blocks"]),
-        (
+        pytest.param(  # each of the two by itself, above
             [(within(n), block) for n, block in ((3, 128), (40, 128), (4, 64))],
             ["a number that its mask", "its mask's blocks"],
+            marks=pytest.mark.slow,
         ),
         ([(within(torch.tensor(n)), 128) for n in (3, 40, 4)], []),
     ],

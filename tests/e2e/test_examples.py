@@ -133,6 +133,7 @@ def check_ranks(text: Path, ranks: int) -> None:
     assert "bit-equal to eager" in done.stdout.split("parameters: all")[1]
 
 
+@pytest.mark.slow  # a shorter script, in tests/frontend/test_ranks.py
 @pytest.mark.ranks(2)
 def test_two_ranks_of_torchrun_train_the_gpt_to_the_bits_of_one_eager_process(text: Path) -> None:
     check_ranks(text, 2)

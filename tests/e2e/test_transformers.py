@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from e2e.models import CASES, Case, mamba, next_token
-from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -54,7 +53,8 @@ def apart(model: nn.Module, other: nn.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", sampled(CASES, "gpt2"))  # a Llama: test_vocabulary.py
+@pytest.mark.slow  # a Llama from disk: test_library_examples.py
+@pytest.mark.parametrize("name", CASES)
 def test_three_steps_from_disk_are_bit_equal_to_eager(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     eager = built(case)

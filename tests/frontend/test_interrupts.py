@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 from interrupted import check_everywhere, nothing_swallowed, spots_of, strike
+from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -176,6 +177,7 @@ def compiled(model):
 
 
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("model", sampled(["host", "disk"], "disk"), indirect=True)  # both above
 @pytest.mark.parametrize("most", [MOST, pytest.param(None, marks=pytest.mark.slow)])
 def test_an_interrupt_in_a_compiled_step_loses_nothing(model, compiled, most):
     session = session_behind(model)

@@ -1,7 +1,5 @@
 """Contracts of the private torch APIs by which regions are compiled by Inductor."""
 
-import subprocess
-import sys
 import tempfile
 import threading
 from functools import cache
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import torch
 from contracts_of_failures import CONTRACTS, contract
+from fresh_processes import in_fresh_process
 from torch import fx, nn
 from torch._inductor import exc
 
@@ -100,6 +99,13 @@ def save_compiled() -> None:
         assert [found.name for found in Path(folder).iterdir()] == ["artifact"]
 
 
+def loaded(artifact: str, values: str) -> list[bool]:
+    """Of each result of what is loaded, whether its bits are those that were made before."""
+    x, wanted = torch.load(values)
+    found = private.load_compiled(artifact)(x)
+    return [torch.equal(one, other) for one, other in zip(found, wanted, strict=True)]
+
+
 @contract
 def load_compiled() -> None:
     """In another process, which has compiled nothing: the same bits."""
@@ -109,15 +115,8 @@ def load_compiled() -> None:
         path = Path(folder)
         private.save_compiled(made.artifact, str(path / "artifact"))
         torch.save((x, [r.clone() for r in made.call(x)]), path / "values")
-        loads = (
-            "import sys, torch\n"
-            "from zcompile.ir import torch_compat as private\n"
-            "x, wanted = torch.load(sys.argv[2])\n"
-            "found = private.load_compiled(sys.argv[1])(x)\n"
-            "assert all(map(torch.equal, found, wanted))\n"
-        )
-        args = [str(path / "artifact"), str(path / "values")]
-        subprocess.run([sys.executable, "-c", loads, *args], check=True)
+        found = in_fresh_process(loaded, str(path / "artifact"), str(path / "values"))
+    assert found == [True] * len(made.call(x))
 
 
 @contract

@@ -1,10 +1,11 @@
-"""All that ranks import, until the first step they compile has ended: imported once, by the process
-that they are forked from."""
+"""All that ranks import, until the first step they compile has been planned: imported once, by the
+process that they are forked from."""
 
 import gc
 
 import durable_ranks  # noqa: F401
 import lean  # noqa: F401
+import scipy.optimize  # noqa: F401
 import torch._dynamo.dce_extra_outputs
 import torch._dynamo.repro.after_aot
 import torch._dynamo.repro.after_dynamo

@@ -36,12 +36,16 @@ def assert_each_keeps(joint: Joint, wanted: dict[str, object]) -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-@pytest.mark.parametrize("model", sampled(SMALL_MODELS, *(m for m in SMALL_MODELS if m != "gpt")))
+NOT_DEEP = sampled(SMALL_MODELS, *(model for model in SMALL_MODELS if model != "gpt"))
+"""A GPT has what the transformer block has, several times."""
+
+
+@pytest.mark.parametrize("model", NOT_DEEP)
 def test_every_pass_keeps_the_meaning(model, expected):
     assert_each_keeps(captured(model), expected(model))
 
 
-@pytest.mark.parametrize("model", SMALL_MODELS)
+@pytest.mark.parametrize("model", NOT_DEEP)
 def test_the_smallest_budget_keeps_the_meaning(model, expected):
     joint = captured(model)
     tight = joint.copy(budget_bytes=least_budget(joint)).through(*PASSES)

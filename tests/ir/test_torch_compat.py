@@ -5,8 +5,6 @@ import inspect
 import os
 import platform
 import socket
-import subprocess
-import sys
 import weakref
 from unittest.mock import patch
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from contracts_of_inductor import CONTRACTS, contract
+from fresh_processes import in_fresh_process
 from offloaded import twins
 from torch import Tensor, fx, library
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -852,43 +851,37 @@ def store_of_torchrun() -> None:
 TELLS_OF_CALLS = hasattr(torch._C, "_accelerator_getAllocatorSettings")
 
 
-def in_a_process(code: str, **environment: str) -> list[str]:
-    """Lines that `code` prints in a process whose allocator nobody has set but `environment`."""
-    unset = {k: v for k, v in os.environ.items() if not k.endswith("_ALLOC_CONF")}
-    ran = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"import torch\nfrom zcompile.ir import torch_compat as private\n{code}",
-        ],
-        env={**unset, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return ran.stdout.splitlines()
+def settings_told(*calls: str) -> list[object]:
+    """What the settings of torch's allocator are after each of these calls, or what it returns."""
+    told: list[object] = []
+    for call in calls:
+        if call == "set by a call":
+            torch._C._accelerator_setAllocatorSettings("max_split_size_mb:32")
+        elif call == "use":
+            told.append(private.use_expandable_segments())
+        told += [private.allocator_settings()] * (call == "told")
+    return told
 
 
 @contract
 def allocator_settings() -> None:
     """Of either variable; and of a call, where torch tells of that."""
-    shown = "print(private.allocator_settings())\n"
-    called = "torch._C._accelerator_setAllocatorSettings('max_split_size_mb:32')\n"
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        told = in_a_process(shown + called + shown, **{name: "max_split_size_mb:64"})
+        told = in_fresh_process(
+            settings_told, "told", "set by a call", "told", **{name: "max_split_size_mb:64"}
+        )
         assert told == [f"max_split_size_mb:{n}" for n in (64, 32 if TELLS_OF_CALLS else 64)]
 
 
 @contract
 def use_expandable_segments() -> None:
     """Torch reads the word; what the user has set of the allocator stays."""
-    set_here = "print(private.use_expandable_segments())\n"
-    shown = "print(private.allocator_settings())\n"
     able = "microsoft" not in platform.release().lower() and torch.version.hip is None
     told = "expandable_segments:True" if able and TELLS_OF_CALLS else ""
-    assert in_a_process(shown + set_here + shown) == ["", str(able), told]
+    assert in_fresh_process(settings_told, "told", "use", "told") == ["", able, told]
     off = "expandable_segments:False"
-    assert in_a_process(set_here + shown, PYTORCH_ALLOC_CONF=off) == ["False", off]
+    set_off = in_fresh_process(settings_told, "use", "told", PYTORCH_ALLOC_CONF=off)
+    assert set_off == [False, off]
     # What stands behind a key that torch does not know is not looked at.
     with pytest.raises(ValueError, match="True"):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:perhaps")

@@ -438,7 +438,7 @@ def test_a_refusal_offers_a_budget_that_does_in_slices():
         joint.copy(budget_bytes=offer * 3 // 4).through(*PASSES)
 
 
-@pytest.mark.parametrize("percent", [30, 40])
+@pytest.mark.parametrize("percent", sampled([30, 40], 30))
 def test_an_offer_in_slices_costs_few_trials(percent, caught, monkeypatch):
     """Of graphs in slices, which are large."""
     joint = caught("vit")

@@ -61,7 +61,7 @@ def trained(tmp_path, throttle, host, residency=False):
             optimizer.zero_grad()
             yield session.executor.clocks.last_step_s()
 
-    list(steps(8))  # a plan is reviewed at step 6
+    list(steps(8 if residency else 3))  # a plan is reviewed at step 6
     zcompile.stats(model, reset=True)
     seconds = list(steps(STEPS))
     return zcompile.stats(model), session, model, seconds

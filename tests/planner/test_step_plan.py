@@ -185,6 +185,30 @@ def tried(monkeypatch):
     return plans
 
 
+@pytest.fixture
+def placed(monkeypatch):
+    """Bytes of the device in which entries are placed, and whether whole ones are, in turn."""
+    rooms = []
+    place = step_plan.place
+
+    def noted(step, machine, room, compute_seconds, stay, whole):
+        rooms.append((room.nbytes["device"], whole))
+        return place(step, machine, room, compute_seconds, stay, whole)
+
+    monkeypatch.setattr(step_plan, "place", noted)
+    return rooms
+
+
+def test_no_window_is_placed_beside_twice(placed):
+    planned(budget(1 / 2))
+    assert len(placed) == len(set(placed)) > 1
+
+
+def test_where_all_rests_on_the_device_nothing_else_is_placed(placed):
+    planned(2 * state_bytes())
+    assert placed == [(2 * state_bytes(), False)]
+
+
 @pytest.mark.slow
 def test_no_two_windows_are_tried_that_are_nearly_one(tried, monkeypatch):
     monkeypatch.setattr(step_plan, "HOPELESS", 1e9)

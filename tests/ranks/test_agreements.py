@@ -82,7 +82,7 @@ def test_a_call_is_not_agreed_on_twice():
 
 def agreements(mesh):
     """How many there are in each step; a rank that does something else then is found out."""
-    model = words()
+    model = words(blocks=0)
     zcompile.offload(model, mesh=mesh, device="cpu", device_memory="4MiB", host_memory="64MiB")
     rank, fabric = mesh.get_local_rank(), session_behind(model).fabric
     run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
@@ -108,7 +108,7 @@ def test_forward_backward_and_step_agree_once_each(pool):
 
 def changed_between(mesh):
     """What each rank raises of a call that becomes another one on rank 1 once all have agreed."""
-    model = words()
+    model = words(blocks=0)
     zcompile.offload(model, mesh=mesh, device="cpu", device_memory="4MiB", host_memory="64MiB")
     rank, session = mesh.get_local_rank(), session_behind(model)
     run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())

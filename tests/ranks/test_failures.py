@@ -45,10 +45,10 @@ def one_more_step(model, run, optimizer, rank):
     optimizer.zero_grad()
 
 
-def told(mesh, act, **fields):
+def told(mesh, act, blocks=0, **fields):
     """Train a step, then `act(rank, model, run, optimizer)`; the kind, text and time of the error
     that this rank meets, and whether the model is closed afterwards."""
-    model = zcompile.offload(words(), mesh=mesh, **BUDGETS, **fields)
+    model = zcompile.offload(words(blocks=blocks), mesh=mesh, **BUDGETS, **fields)
     optimizer, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
     rank = mesh.get_local_rank()
     one_more_step(model, run, optimizer, rank)
@@ -212,7 +212,7 @@ def without_its_share(rank, model, run, optimizer):
 
 
 def lost(mesh):
-    return told(mesh, without_its_share, stage=3)
+    return told(mesh, without_its_share, blocks=1, stage=3)
 
 
 def test_a_rank_whose_share_does_not_come_ends_the_others_with_its_cause(pool):

@@ -254,7 +254,7 @@ def test_what_crosses_is_counted_and_predicted_link_by_link(pool, per_node, with
 def with_rates_of_noise(_, slower):
     """Bytes that came and bytes predicted, where one link was measured to be slower than the
     other."""
-    mesh, model = mesh_of(2, 2), words(blocks=2)
+    mesh, model = mesh_of(2, 2), words(blocks=0)
     zcompile.offload(model, mesh=mesh, **{**BUDGETS, **ROOMY}, ranks_per_node=2)
     made, run = adamw(model.parameters()), torch.compile(model, backend="zinf")
     for step in range(4):
@@ -297,7 +297,7 @@ def rates(_, shape):
     return found, counted, stats["fabric"]["bytes"]
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("shape", sampled([(4, 1), (2, 2)], (2, 2)))
 def test_plans_take_the_rate_of_all_that_came_over_a_link(pool, shape):
     for rank, (found, (nbytes, seconds), sent) in enumerate(pool.run(rates, 4, shape)):
         assert sent["replicate"] > 0

@@ -491,7 +491,7 @@ def broken_off(model, run, rank):
 
 def used_too_early(mesh):
     """What each is told that would use the sums of a rank; and that training goes on."""
-    model = zcompile.offload(words(), mesh=mesh, **UNPLANNED)
+    model = zcompile.offload(words(blocks=0), mesh=mesh, **UNPLANNED)
     run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
     rank = mesh.get_local_rank()
     other = zcompile.offload(nn.Linear(2, 2), mesh=mesh, **UNPLANNED)
@@ -534,7 +534,7 @@ def trained_on(model, run, optimizer, rank):
 
 
 def one_step(mesh):
-    model = zcompile.offload(words(), mesh=mesh, **UNPLANNED)
+    model = zcompile.offload(words(blocks=0), mesh=mesh, **UNPLANNED)
     run, optimizer = torch.compile(model, backend="zinf"), adamw(model.parameters())
     return trained_on(model, run, optimizer, mesh.get_local_rank())
 
@@ -550,7 +550,7 @@ def test_what_the_ranks_have_not_exchanged_is_used_by_nobody(pool):
 
 def begun_wrongly(mesh, kind):
     """What backward within it is told; it ends the session, as what fails in a backward does."""
-    model = zcompile.offload(words(), mesh=mesh, **UNPLANNED)
+    model = zcompile.offload(words(blocks=0), mesh=mesh, **UNPLANNED)
     run = torch.compile(model, backend="zinf")
     if kind == "exchanged":
         backward(model, run, mesh.get_local_rank())
@@ -613,7 +613,7 @@ def differing(mesh, kind):
     """What a rank is told where one is within the context and the other is not, or has dropped
     what it summed."""
     rank = mesh.get_local_rank()
-    model = built("nothing gathered" if kind == "nothing gathered" else "plain")
+    model = built("nothing gathered" if kind == "nothing gathered" else "bare")
     zcompile.offload(model, mesh=mesh, **UNPLANNED)
     run = model if kind == "eager" else torch.compile(model, backend="zinf")
     try:

@@ -4,12 +4,14 @@ import io
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_models import adamw, batch, digest, state_of, train, words
+from rank_models import Words, adamw, batch, digest, state_of, train
+from rank_models import words as words_of
 from sampled import sampled_rows
 from torch import nn
 
@@ -26,6 +28,10 @@ from zcompile.errors import (
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
 STEPS = range(3)
 """The last is planned."""
+
+
+def words() -> Words:
+    return words_of(blocks=0)
 
 
 def offloaded(mesh, **fields):
@@ -74,6 +80,12 @@ def never_saved(mesh):
     return found
 
 
+@pytest.fixture(scope="module")
+def undisturbed(pool):
+    """What so many ranks end with of which none reads alone; once for all tests."""
+    return cache(lambda ranks: pool.run(never_saved, ranks))
+
+
 @pytest.mark.parametrize(
     ("ranks", "fields"),
     sampled_rows(
@@ -82,7 +94,7 @@ def never_saved(mesh):
         (2, {"partition": "owner"}),
     ),
 )
-def test_rank_zero_saves_as_a_process_alone_does(pool, ranks, fields, tmp_path):
+def test_rank_zero_saves_as_a_process_alone_does(pool, undisturbed, ranks, fields, tmp_path):
     rows = pool.run(saved_by_rank_zero, ranks, str(tmp_path), fields)
     assert [row[0] for row in rows] == [True] + [False] * (ranks - 1)
     expected = rows[0][1]
@@ -92,7 +104,7 @@ def test_rank_zero_saves_as_a_process_alone_does(pool, ranks, fields, tmp_path):
     again = adamw(plain.parameters())
     again.load_state_dict(states)
     assert state_of(plain, again) == expected
-    assert [row[4] for row in rows] == pool.run(never_saved, ranks)
+    assert [row[4] for row in rows] == undisturbed(ranks)
     # Whoever is not rank 0 has sent its shares, and nothing else; where one owns, it may have none.
     assert sum(row[3] for row in rows[1:]) > 0
 
@@ -117,7 +129,7 @@ def interrupted_on(mesh, who):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_fails_within_is_told_and_training_goes_on(pool, who):
+def test_what_fails_within_is_told_and_training_goes_on(pool, undisturbed, who):
     rows = pool.run(interrupted_on, 2, who)
     told = [row[0] for row in rows]
     assert told[who] == "OSError: no space left"
@@ -126,7 +138,7 @@ def test_what_fails_within_is_told_and_training_goes_on(pool, who):
         assert "failed while it alone read: OSError: no space left. No value has" in told[1]
     else:
         assert told[0] == ""
-    assert [row[1] for row in rows] == pool.run(never_saved, 2)
+    assert [row[1] for row in rows] == undisturbed(2)
 
 
 def refused_within(mesh):
@@ -160,7 +172,7 @@ def refused_within(mesh):
     return told, found
 
 
-def test_whatever_all_ranks_do_is_refused_within(pool):
+def test_whatever_all_ranks_do_is_refused_within(pool, undisturbed):
     rows = pool.run(refused_within, 2)
     first, other = (row[0] for row in rows)
     assert "read" not in first
@@ -172,7 +184,7 @@ def test_whatever_all_ranks_do_is_refused_within(pool):
     for told in (first, other):
         for name in ("write", "call", "step", "save", "close", "enter again"):
             assert "within zcompile.rank_zero_reads" in told[name], name
-    assert [row[1] for row in rows] == pool.run(never_saved, 2)
+    assert [row[1] for row in rows] == undisturbed(2)
 
 
 def test_one_process_reads_as_ever(tmp_path):

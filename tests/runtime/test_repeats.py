@@ -487,8 +487,7 @@ def the_same(plain, run):
     )
 
 
-@pytest.mark.parametrize("clip", [None, 1e-3])
-@pytest.mark.parametrize("how", AUTOCAST)
+@pytest.mark.parametrize(("how", "clip"), crossed(AUTOCAST, [None, 1e-3]))
 def test_rows_are_made_once_of_gradients_that_rest_narrow(how, clip, counted, copies_pay):
     plain, run = (each.steps(0, 3) for each in autocast_pair(how, clip))
     run.backward(3)

@@ -3,14 +3,13 @@
 import errno
 import fcntl
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 from border import Border
+from rank_pool import forked
 
 from zcompile.errors import DiskOwned, DiskUnusable, IOFault, TierFull
 from zcompile.ir.units import MiB
@@ -139,34 +138,26 @@ def test_an_error_of_a_disk_that_is_let_go_does_not_keep_it(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from zcompile.runtime.tiers import disk
-from zcompile.runtime.meter import Meter
-from zcompile.runtime.tiers.disk import DiskTier
-tier = DiskTier([Path(sys.argv[1])], {}, Meter(), print)
-tier.reserve(4096, "w")
-sys.stdout.write("held\\n")
-sys.stdout.flush()
-sys.stdin.read()
-"""
+def hold(directory, told):
+    """Own the directory until this process is killed."""
+    tier = DiskTier([directory], {}, Meter(), print)
+    tier.reserve(4096, "w")
+    told.send("held")
+    told.recv()
 
 
 @pytest.fixture
 def holder(tmp_path):
     """Another process that owns the directory until it is killed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout.readline() == "held\n"
+    context = forked()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=hold, args=(tmp_path, theirs))
+    process.start()
+    theirs.close()
+    assert ours.recv() == "held"
     yield process
     process.kill()
-    process.communicate()
+    process.join()
 
 
 @pytest.mark.slow  # so is it below, before that process is killed
@@ -206,7 +197,7 @@ def test_files_of_a_killed_process_are_reclaimed(open_tier, holder, tmp_path):
     with pytest.raises(DiskOwned, match=f"in use by process {holder.pid}"):
         open_tier()
     holder.kill()
-    holder.wait()
+    holder.join()
     open_tier()
     (own,) = tier_files(tmp_path)
     assert own != left

@@ -30,6 +30,8 @@ some of both kinds."""
 
 ELSEWHERE = {"micro-batches", "all on the device"}
 """Modes of which "disk" has the order, with batches; or in which nothing moves."""
+TIMED = sampled(MODES, *(MODES.keys() - ELSEWHERE - {"disk"}))
+"""Modes in which walks are timed: a walk over a disk as one without, and it takes longest."""
 
 
 @pytest.fixture(scope="module", params=sampled(MODES, *(MODES.keys() - ELSEWHERE)))
@@ -69,6 +71,7 @@ def test_the_host_waits_for_nothing_that_an_event_can_stand_for(run):
     assert bool(waits) == run.mode.by_host, waits
 
 
+@pytest.mark.parametrize("run", TIMED, indirect=True)
 def test_a_walk_that_is_not_timed_records_two_events_for_a_stopwatch(run, monkeypatch):
     walks, stamps, walk, stamp = [], [], _Call.run, CudaDevice.stamp
 
@@ -99,6 +102,7 @@ class Second:
         return later.at - self.at
 
 
+@pytest.mark.parametrize("run", TIMED, indirect=True)
 def test_a_walk_that_is_not_timed_is_divided_as_the_last_timed_one_of_its_schedule(
     run, monkeypatch
 ):

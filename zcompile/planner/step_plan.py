@@ -10,7 +10,7 @@ taken. Pure.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import MappingProxyType
 
 from zcompile.errors import KEEP_LESS, BudgetExceeded, more_device_memory
@@ -178,9 +178,18 @@ def plan_step(
     refused: tuple[int, BudgetExceeded] | None = None
     crowded: list[tuple[int, Placement]] = []
     """Windows beside which the device has no room for what is pinned to it."""
-    beside = partial(_beside, step, machine, room, compute_seconds, stay)
+    # Several leads and parts of the arena ask for one window.
+    beside = cache(partial(_beside, step, machine, room, compute_seconds, stay))
     if wanted is None:
-        windows = list(_windows(step, machine, room, arena, compute_seconds, stay))
+        still = beside(0)
+        if (
+            _needs_no_window(still, arena)
+            and _beside_pinned(step, still, 0) <= room.nbytes["device"]
+        ):
+            with suppress(BudgetExceeded):
+                # Nothing moves: no other plan is faster.
+                return _planned(step, still, replace(arena, depth=DEPTH), seconds, known)
+        windows = list(_windows(step, room, arena, beside))
     else:
         windows = [(window, beside(window)) for window in wanted]
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
@@ -690,10 +699,14 @@ def _beside(
     return place(step, machine, replace(room, nbytes=left), compute_seconds, stay, whole)
 
 
+Beside = Callable[..., Placement]
+"""(window, whole=False) -> `_beside`, of one step and its room."""
+
+
 def _in_whole_entries(
     windows: Sequence[tuple[int, Placement]],
     made: Sequence[StepPlan],
-    beside: Callable[..., Placement],
+    beside: Beside,
 ) -> list[tuple[int, Placement]]:
     """Those of the windows with which a placement by whole numbers promises a step that is well
     below all that were made, with that placement; the most promising first.
@@ -707,21 +720,18 @@ def _in_whole_entries(
     return sorted(rows, key=lambda row: (row[1].rounded_seconds, row[0]))
 
 
+def _needs_no_window(placement: Placement, arena: ArenaShare) -> bool:
+    """Whether everything rests on the device, and no window is asked for."""
+    return set(placement.homes.values()) <= ON_DEVICE and not arena.window_bytes
+
+
 def _windows(
-    step: StepTrace,
-    machine: Machine,
-    room: Room,
-    arena: ArenaShare,
-    compute_seconds: Mapping[Phase, float],
-    stay: frozenset[EntryRef],
+    step: StepTrace, room: Room, arena: ArenaShare, beside: Beside
 ) -> Iterator[tuple[int, Placement]]:
     """Windows to try, each with the placement beside it."""
     whole = room.nbytes["device"]
 
-    beside = partial(_beside, step, machine, room, compute_seconds, stay)
-    # No window at all, if everything rests on the device.
-    everything = beside(0)
-    if set(everything.homes.values()) <= ON_DEVICE and not arena.window_bytes:
+    if _needs_no_window(everything := beside(0), arena):
         yield 0, everything
     pinned = _pinned_bytes(step)
     free = max(0, whole - pinned)

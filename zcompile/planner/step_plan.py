@@ -28,6 +28,7 @@ from zcompile.passes.arrange import (
     ArenaShare,
     Arrangements,
     arranged,
+    wider_than,
     window_bytes,
 )
 from zcompile.planner.host_step import updated_on_host, with_host_updates
@@ -268,6 +269,10 @@ reads a parameter right after a step finds it updated only then."""
 LATE_LEADS, LATE_PART = (1, 4), 6
 """Runs of lead that windows for late updates have room for, and the part of the arena that is tried
 as well: few, since each is a schedule of many chunks."""
+NARROW_PART = 12
+"""A window of this part of the arena is tried as well where some weights are wider than that, if
+there is room for all of these beside it: no placement that leaves one of them elsewhere passes such
+a window, and chunks alone need no more."""
 
 
 class Planned(Protocol):
@@ -334,6 +339,11 @@ def plan_late_or_not(
     with suppress(BudgetExceeded):
         if windows and (other := planned(all_late.step, kept, windows)) is not None:
             made.append(replace(other, late=all_late.forwards))
+    window = max(whole // NARROW_PART, _least_window(step, whole, least_window))
+    if (narrow := _with_wide_pinned(all_late.step, window, whole)) is not None:
+        with suppress(BudgetExceeded):
+            if (other := planned(narrow, kept, [window])) is not None:
+                made.append(replace(other, late=all_late.forwards))
     moving = _moving(step, all_late.forwards, plan.placement, room.reach)
     ways: list[Callable[[], LateStep | None]] = [lambda: all_late]
     if set(moving) != set(all_late.forwards):
@@ -350,6 +360,17 @@ def plan_late_or_not(
     takes_s = partial(_takes_s, step, commit_bytes_per_s)
     best = min(made, key=takes_s, default=plan)
     return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
+
+
+def _with_wide_pinned(step: StepTrace, window: int, whole: int) -> StepTrace | None:
+    """The step with all that is wider than a window of an arena of `whole` bytes pinned to the
+    device; None if nothing is, or if there is no room for that."""
+    wide = wider_than(step, window)
+    nbytes = sum(aligned(fact.nbytes) for ref, fact in step.facts.items() if ref in wide)
+    if not wide or nbytes + _pinned_bytes(step) > whole - window:
+        return None
+    facts = {ref: replace(f, pinned=f.pinned or ref in wide) for ref, f in step.facts.items()}
+    return replace(step, facts=facts)
 
 
 def _takes_s(step: StepTrace, commit_bytes_per_s: float | None, plan: StepPlan) -> float:

@@ -12,7 +12,16 @@ from sampled import sampled_rows
 from small_models import SMALL_MODELS, UNALIKE
 
 from zcompile.ir.types import ALIGNMENT, aligned
-from zcompile.memory.allocator import Block, fits, live_peak, pack, pack_quickly, packed_bytes
+from zcompile.memory import allocator
+from zcompile.memory.allocator import (
+    Block,
+    fits,
+    fits_quickly,
+    live_peak,
+    pack,
+    pack_quickly,
+    packed_bytes,
+)
 from zcompile.memory.window import Need
 from zcompile.passes.schedule_prefetch import choose_starts, schedule_prefetch
 
@@ -108,6 +117,17 @@ def test_a_quick_packing_lies_apart_between_what_pack_needs_and_first_fit(blocks
     needed = packed_bytes(blocks, addresses)
     assert packed_bytes(blocks, pack(blocks)) <= needed <= first_fit_largest_first(blocks)
     assert pack_quickly(list(blocks)) == addresses
+
+
+@pytest.mark.parametrize("many", [allocator.MANY, 1])
+@settings(deadline=None, derandomize=True)
+@given(some_blocks())
+def test_whether_a_quick_packing_fits_is_told_without_making_all_of_it(many, blocks):
+    needed = packed_bytes(blocks, pack_quickly(blocks))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocator, "MANY", many)  # as over lists and over arrays
+        for budget in {0, live_peak(blocks), needed - ALIGNMENT, needed - 1, needed, 2 * needed}:
+            assert fits_quickly(blocks, budget) is (needed <= budget), budget
 
 
 @pytest.mark.parametrize(
@@ -237,6 +257,16 @@ def test_some_streams_do_not_fit_into_what_is_alive_and_get_the_least_there_is()
     assert not can_be_packed(STREAM, 17)
     assert packed_bytes(blocks, pack(blocks)) == 18 * ALIGNMENT
     assert fits(blocks, 18 * ALIGNMENT - 1) is None
+
+
+@pytest.mark.parametrize("many", [allocator.MANY, 1])
+def test_what_no_quick_packing_fits_is_told_block_by_block(monkeypatch, many):
+    monkeypatch.setattr(allocator, "MANY", many)
+    blocks = [Block(first, last, units * ALIGNMENT) for first, last, units in STREAM]
+    needed = packed_bytes(blocks, pack_quickly(blocks))
+    assert live_peak(blocks) < needed
+    fitting = [fits_quickly(blocks, units * ALIGNMENT) for units in range(40)]
+    assert fitting == [needed <= units * ALIGNMENT for units in range(40)]
 
 
 def random_blocks(count: int, span: int) -> list[Block]:

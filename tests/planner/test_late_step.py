@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import inf
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.passes.arrange import ArenaShare, apply_placement, arranged
+from zcompile.passes.arrange import ArenaShare, apply_placement, arranged, wider_than
 from zcompile.passes.late_updates import with_late_updates
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.planner import late_step, step_plan
@@ -39,6 +40,7 @@ from zcompile.planner.placement import Room
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
     LEAST_WINDOW,
+    NARROW_PART,
     StepPlan,
     as_planned,
     plan_late_or_not,
@@ -287,6 +289,23 @@ def test_what_no_chunk_fits_is_refused():
         arranged(step, dict.fromkeys(step.facts, "disk"), ArenaShare(100 * KiB, 8, CHUNK))
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_wider_than_a_window_cannot_pass_it(late):
+    """With its update it is wider by a chunk of the other operands."""
+    step = with_late_step(traced(), CHUNK).step if late else traced()
+    counts = []
+    for window in (128 * KiB, 300 * KiB, 320 * KiB, 512 * KiB, MiB):
+        wide = wider_than(step, window)
+        counts.append(len(wide))
+        homes = {ref: "device" if ref in wide else "host" for ref in step.facts}
+        arena = ArenaShare(window, 8, CHUNK)
+        for ref in wide:
+            with pytest.raises(BudgetExceeded):
+                arranged(step, {**homes, ref: "host"}, arena)
+    arranged(step, homes, arena)  # in the last
+    assert counts == ([4, 4, 4, 2, 0] if late else [4, 3, 2, 0, 0])
+
+
 # Planned and bounded
 
 
@@ -314,7 +333,7 @@ def planned(
     def seconds(made, homes):
         return step_seconds(made, costs, homes)
 
-    def plan(given, kept, windows):
+    def plan(given, kept, windows, below_s=inf):
         if given is step and windows is None and plain is not None:
             return plain
         compute = demand_of(given, costs.region_seconds).phases_s
@@ -343,6 +362,28 @@ def test_a_plan_updates_late_where_that_is_faster(fast):
     assert [c.schedule.updates_late for c in again.calls] == [
         c.schedule.updates_late for c in best.step.calls
     ]
+
+
+@pytest.mark.parametrize(("device", "tried"), [(4 * MiB, True), (MiB, False)])
+def test_late_updates_are_tried_in_a_window_that_weights_do_not_pass(fast, device, tried):
+    """Where there is room for all of these beside it."""
+    step, (costs, plain, _) = traced(), fast
+    asked = []
+
+    def plan(given, kept, windows, below_s=inf):
+        pinned = {ref for ref, fact in given.facts.items() if fact.pinned}
+        asked.append((pinned, windows))
+        return replace(plain, seconds=plain.seconds / 2 if pinned else plain.seconds)
+
+    def seconds(made, homes):
+        return step_seconds(made, costs, homes)
+
+    found = plan_late_or_not(step, plan, frozenset(), room(device), CHUNK, seconds)
+    window = device // NARROW_PART
+    wide = wider_than(with_late_step(step, CHUNK).step, window)
+    expected = [(wide, [window])] if tried else []
+    assert [(pinned, windows) for pinned, windows in asked if pinned] == expected
+    assert (found.seconds == plain.seconds / 2) is tried
 
 
 @pytest.mark.slow
@@ -392,6 +433,7 @@ def test_what_rests_on_the_device_is_updated_late_too_unless_its_gradients_canno
     moving = step_plan._moving(step, every, plain.placement, reach=False)
     assert 0 < len(moving) < len(every)
     monkeypatch.setattr(step_plan, "_windows_beside", lambda *given: [])
+    monkeypatch.setattr(step_plan, "_with_wide_pinned", lambda *given: None)
     monkeypatch.setattr(step_plan, "LATE_PAYS", 0.5)  # which are late, not whether
     _, best = planned(step, costs, room(4 * MiB), plain=plain)
     assert set(best.late) == set(every)

@@ -114,6 +114,28 @@ def test_residents_and_window_fit_the_budget_and_every_schedule_is_proven(share)
         verify_schedule(call.schedule)
 
 
+def search(step: StepTrace, device: int, seconds, **how) -> StepPlan | None:
+    compute = {Phase.FORWARD: 10.0, Phase.BACKWARD: 10.0}
+    shared = ArenaShare(0, 64, LEAST_CHUNK)
+    where = Room({"device": device, "host": GiB})
+    return plan_step(step, MACHINE, where, shared, compute, seconds, **how)
+
+
+def taking(*seconds: float):
+    """Simulations take these seconds, one after the other, and no others are made."""
+    left = iter(seconds)
+    return lambda made, homes: next(left)
+
+
+def test_what_another_plan_is_faster_than_for_sure_is_not_simulated():
+    step, device = recorded(), budget(1 / 4)
+    plan = search(step, device, lambda *_: 30.0)
+    least = min(plan.placement.least_seconds, 20.0)
+    assert search(step, device, taking(), below_s=least / 2) is None
+    again = search(step, device, lambda *_: 30.0, below_s=40.0)
+    assert again.placement.homes == plan.placement.homes
+
+
 def test_with_room_for_everything_nothing_is_left_to_stream():
     plan = plan_of(2 * state_bytes())
     assert plan.arena.window_bytes == 0

@@ -5,6 +5,7 @@ Nothing here changes the session: a plan is put into force by `frontend/replan.p
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from zcompile.frontend.rescheduling import lead_of
@@ -38,6 +39,7 @@ from zcompile.planner.step_plan import (
     plan_step,
     plan_whole_or_not,
     plan_with_wholes,
+    shortest,
     stay_and_scratch,
     widened_or_not,
 )
@@ -123,8 +125,11 @@ def plan_of(
             return simulated(made, homes)
 
         def planned(
-            step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None
-        ) -> StepPlan:
+            step: StepTrace,
+            kept: frozenset[EntryRef],
+            windows: Sequence[int] | None,
+            below_s: float = inf,
+        ) -> StepPlan | None:
             stay, scratch = stay_and_scratch(
                 step, machine, arena_bytes, session.split.held_bytes, chunk_bytes, kept
             )
@@ -139,7 +144,15 @@ def plan_of(
             )
             compute = demand_of(step, costs.region_seconds).phases_s
             return plan_step(
-                step, machine, room, arena, compute, seconds, stay=stay, wanted=windows
+                step,
+                machine,
+                room,
+                arena,
+                compute,
+                seconds,
+                stay=stay,
+                wanted=windows,
+                below_s=below_s,
             )
 
         def here_or_on_host(step: StepTrace, plan: StepPlan) -> StepPlan:
@@ -147,8 +160,12 @@ def plan_of(
                 return plan
             return plan_on_host_or_not(step, plan, planned, kept, room, window, commits)
 
-        def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
-            return here_or_on_host(step, planned(step, kept, windows))
+        def not_late(
+            step: StepTrace, _: object, windows: Sequence[int] | None, below_s: float = inf
+        ) -> StepPlan | None:
+            on_host = may_update_on_host(session)
+            plan = planned(step, kept, windows, inf if on_host else below_s)
+            return None if plan is None else here_or_on_host(step, plan)
 
         def widened(plan: StepPlan) -> StepPlan:
             # Entries that keep the addresses of a plan before may leave holes, for which a window
@@ -172,7 +189,7 @@ def plan_of(
                 late_chunk_bytes,
             )
         else:
-            plan = planned(step, kept, None)
+            plan = shortest(planned, step, kept)
         plan = here_or_on_host(step, plan)
         if wholes is None:
             plan = plan_whole_or_not(step, plan, not_late, arena_bytes - window)

@@ -38,6 +38,11 @@ class LateUpdate:
     row: Row
     weight: int
 
+    @property
+    def entry(self) -> EntryIndex:
+        """The parameter."""
+        return self.row.columns[self.weight].entry
+
 
 @dataclass(frozen=True)
 class LateRows:

@@ -140,10 +140,17 @@ def ordered(s: Sections, key: Key) -> list[int]:
 
 def first_fit(s: Sections, order: Sequence[int]) -> list[int]:
     """The address of each block, placed in this order, each at the lowest free address."""
-    return _over_lists(s, order) if len(s) < MANY else _over_arrays(s, order)
+    found = _first_fit_within(s, order, sum(s.sizes))
+    assert found is not None, "no address is higher than if all blocks lay side by side"
+    return found
 
 
-def _over_lists(s: Sections, order: Sequence[int]) -> list[int]:
+def _first_fit_within(s: Sections, order: Sequence[int], most: int) -> list[int] | None:
+    """The same; None as soon as a block ends beyond `most`."""
+    return _over_lists(s, order, most) if len(s) < MANY else _over_arrays(s, order, most)
+
+
+def _over_lists(s: Sections, order: Sequence[int], most: int) -> list[int] | None:
     addresses = [0] * len(s)
     placed: list[tuple[int, int, int, int]] = []  # (address, end, first, last), by address
     for block in order:
@@ -155,18 +162,22 @@ def _over_lists(s: Sections, order: Sequence[int]) -> list[int]:
                 break
             if end > address:
                 address = end
+        if address + size > most:
+            return None
         addresses[block] = address
         insort(placed, (address, address + size, first, last))
     return addresses
 
 
-def _over_arrays(s: Sections, order: Sequence[int]) -> list[int]:
+def _over_arrays(s: Sections, order: Sequence[int], most: int) -> list[int] | None:
     addresses = [0] * len(s)
     placed = np.zeros((4, len(s) + 1), np.int64)  # address, end, first, last; by address
     for count, block in enumerate(order):
         first, last, size = s.first[block], s.last[block], s.sizes[block]
         near = np.flatnonzero((placed[2, :count] <= last) & (placed[3, :count] >= first))
         address = _lowest(placed[0, near], placed[1, near], size)
+        if address + size > most:
+            return None
         addresses[block] = address
         at = int(np.searchsorted(placed[0, :count], address))
         placed[:, at + 1 : count + 1] = placed[:, at:count]
@@ -191,6 +202,13 @@ def best_fit(s: Sections) -> list[int]:
     A place is a stretch of sections with one height, as wide as it can be. Where no block fits, the
     place is raised to its lower neighbour.
     """
+    found = _best_fit_within(s, sum(s.sizes))
+    assert found is not None, "no place is higher than all blocks together"
+    return found
+
+
+def _best_fit_within(s: Sections, most: int) -> list[int] | None:
+    """The same; None as soon as a block ends beyond `most`."""
     addresses = [0] * len(s)
     left = np.array(ordered(s, lambda s, i: (s.first[i] - s.last[i], -s.sizes[i], i)), np.int64)
     first, last = np.array(s.first, np.int64)[left], np.array(s.last, np.int64)[left]
@@ -210,6 +228,8 @@ def best_fit(s: Sections) -> list[int]:
             _replace(places, at, [(begin, end, min(beside))])
             continue
         block = int(left[pick])
+        if height + s.sizes[block] > most:
+            return None
         addresses[block], free[pick], remaining = height, False, remaining - 1
         # The block becomes a higher place; the rest of the place stays beside it.
         middle = (s.first[block], s.last[block], height + s.sizes[block])
@@ -412,6 +432,17 @@ def pack_quickly(blocks: Sequence[Block]) -> tuple[int, ...]:
     if best.top > s.peak:
         best.offer(best_fit(s))
     return tuple(best.addresses)
+
+
+def fits_quickly(blocks: Sequence[Block], budget_bytes: int) -> bool:
+    """Whether addresses that `pack_quickly` finds end within the budget; told sooner."""
+    s = _sections(blocks)
+    if s.peak > budget_bytes:
+        return False
+    order = ordered(s, ORDERS[0])
+    if _first_fit_within(s, order, budget_bytes) is not None:
+        return True
+    return _best_fit_within(s, budget_bytes) is not None
 
 
 def fits(blocks: Sequence[Block], budget_bytes: int) -> tuple[int, ...] | None:

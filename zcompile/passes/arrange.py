@@ -32,7 +32,7 @@ from zcompile.memory.allocator import Block, live_peak
 from zcompile.passes.allocate_arena import allocate_arena
 from zcompile.passes.join_regions import join_regions
 from zcompile.passes.keep_wholes import keep_wholes
-from zcompile.passes.late_updates import with_late_updates
+from zcompile.passes.late_updates import bytes_at_once, with_late_updates
 from zcompile.passes.lower import lower
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 
@@ -293,3 +293,15 @@ def window_bytes(schedule: Schedule, resident: frozenset[EntryIndex], lead: int)
     if schedule.program.late is None:
         return nbytes
     return needed(with_late_updates(schedule.program, LATE_ROOM * nbytes))
+
+
+def wider_than(step: StepTrace, window_bytes: int) -> frozenset[EntryRef]:
+    """The entries of a step that must rest on the device, if so much of the arena is left for what
+    is fetched: of them a region of forward or backward reads more at once."""
+    found = set[EntryRef]()
+    for call in {(c.schedule.serial, c.entries): c for c in step.calls}.values():
+        program = call.schedule.program
+        if program is not None and call.schedule.budget_bytes is not None:
+            needs = bytes_at_once(program, window_bytes)
+            found |= {call.entries[entry] for entry, nbytes in needs if nbytes > window_bytes}
+    return frozenset(found)

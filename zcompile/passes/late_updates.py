@@ -1,5 +1,6 @@
 """Writes late updates into the region program of the forward that computes them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from zcompile.ir.schedule import (
     Run,
     Share,
 )
-from zcompile.ir.types import Layout, Region
+from zcompile.ir.types import Layout, Region, aligned
 
 LANES = 16
 """Chunks of states and gradient take at most one part in so many of the streaming buffer: they come
@@ -79,6 +80,26 @@ def _is_of_share(value: ReadValue, row: Row, weight: Column) -> bool:
     )
 
 
+def bytes_at_once(program: RegionProgram, room_bytes: int) -> Iterator[tuple[EntryIndex, int]]:
+    """Of each value that regions read where it rests, if that is on the device: its entry, and the
+    bytes of the arena that are taken if it is fetched. That is its slot, and where its update is
+    late, one chunk of the other operands beside it.
+
+    room_bytes  that everything streams through
+    """
+    rows = LateRows() if program.late is None else program.late
+    late = {update.entry: update for update in rows.updates}
+    for value in program.slotted:
+        if value.cast is not None or value.share is not None or not value.lasting:
+            continue
+        nbytes = aligned(value.nbytes)
+        if (update := late.get(value.entry)) is not None:
+            others = _other_operands(update.row, update.weight, update.row.numel)
+            elements = _chunk_elements(others, room_bytes, rows)
+            nbytes += set_bytes(others, min(elements, others.numel))
+        yield value.entry, nbytes
+
+
 def with_late_updates(program: RegionProgram, room_bytes: int | None) -> RegionProgram:
     """The program of a forward, with its late updates right before the first readers of their
     parameters.
@@ -127,10 +148,7 @@ class _Joining:
 
     def program(self) -> RegionProgram:
         before, outline = self.before, self.before.outline
-        update_of = {
-            update.row.columns[update.weight].entry: number
-            for number, update in enumerate(self.late.updates)
-        }
+        update_of = {update.entry: number for number, update in enumerate(self.late.updates)}
         self.registers = outline.registers + self.late.plains
         own = len(outline.handles) + len(outline.copies)
         names = {own + n: name for n, name in enumerate(self.late.names)}
@@ -242,28 +260,12 @@ class _Joining:
         updated  what column `place` is: a value, of which each chunk is a part; or a share, which
                  all chunks read in this register
         """
-        update = self.late.updates[number]
-        row = update.row
-        others = replace(
-            row,
-            numel=count,
-            columns=tuple(
-                replace(c, resident=False) for n, c in enumerate(row.columns) if n != place
-            ),
-        )
-        elements = chunk_elements(others, self._share(others), self.late.chunk_bytes)
-        elements = elements or CHUNK_ELEMENTS
+        row = self.late.updates[number].row
+        others = _other_operands(row, place, count)
+        elements = _chunk_elements(others, self.room_bytes, self.late)
         for first in range(begin, begin + count, elements):
             last = min(begin + count, first + elements)
             self._chunk(number, place, updated, first, last)
-
-    def _share(self, row: Row) -> int:
-        """Bytes for one chunk of all operands of a row."""
-        if self.room_bytes is None:
-            return set_bytes(row, row.numel)
-        widest = max(column.dtype.itemsize for column in row.columns)
-        least = set_bytes(row, min(row.numel, self.late.least_bytes // widest))
-        return max(self.room_bytes // LANES, min(least, self.room_bytes // FEWEST_LANES))
 
     def _chunk(
         self, late: int, place: int, updated: ReadValue | Register, first: int, last: int
@@ -305,6 +307,22 @@ class _Joining:
         self.regions.append(
             Run(region, (*registers, *plains), (), late=LateChunk(late, first, last))
         )
+
+
+def _other_operands(row: Row, place: int, count: int) -> Row:
+    """What comes in chunks to update `count` elements of column `place`: all columns but that."""
+    others = tuple(replace(c, resident=False) for n, c in enumerate(row.columns) if n != place)
+    return replace(row, numel=count, columns=others)
+
+
+def _chunk_elements(row: Row, room_bytes: int | None, late: LateRows) -> int:
+    """Elements of a chunk of a row of `late`; `room_bytes` as above."""
+    share = set_bytes(row, row.numel)
+    if room_bytes is not None:
+        widest = max(column.dtype.itemsize for column in row.columns)
+        least = set_bytes(row, min(row.numel, late.least_bytes // widest))
+        share = max(room_bytes // LANES, min(least, room_bytes // FEWEST_LANES))
+    return chunk_elements(row, share, late.chunk_bytes) or CHUNK_ELEMENTS
 
 
 def _region(update: LateUpdate, whole: int | None, first: int, last: int) -> Region:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from zcompile.ir.schedule import ReadValue, RegionProgram, Register
 from zcompile.ir.types import aligned
-from zcompile.memory.allocator import live_peak
-from zcompile.memory.window import Need, blocks_of, check_fits, in_place, quickly_packed
+from zcompile.memory.allocator import fits_quickly, live_peak
+from zcompile.memory.window import Need, blocks_of, check_fits, in_place
 
 
 def schedule_prefetch(program: RegionProgram, max_lead: int) -> RegionProgram:
@@ -49,19 +49,19 @@ def choose_starts(
     latest = in_place(needs)
     if budget_bytes is None:
         return tuple(max(0, first - max_lead) for first in latest)
-    if quickly_packed(needs, latest) > budget_bytes:
+    if not fits_quickly(blocks_of(needs, latest), budget_bytes):
         check_fits(needs, budget_bytes, where)
         return latest  # addresses are hard enough to find as it is
     best, low, high = latest, live_peak(blocks_of(needs, latest)), budget_bytes
     starts = _leads(needs, high, max_lead)
-    if quickly_packed(needs, starts) <= budget_bytes:
+    if fits_quickly(blocks_of(needs, starts), budget_bytes):
         return starts
     fit = {latest: True, starts: False}  # a little more allowed seldom changes anything
     for _ in range(12):
         allowance = (low + high) // 2
         starts = _leads(needs, allowance, max_lead)
         if starts not in fit:
-            fit[starts] = quickly_packed(needs, starts) <= budget_bytes
+            fit[starts] = fits_quickly(blocks_of(needs, starts), budget_bytes)
         if fit[starts]:
             best, low = starts, allowance
         else:

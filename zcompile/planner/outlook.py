@@ -7,6 +7,7 @@ prints the answer.
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 
 from zcompile.errors import BudgetExceeded, ConfigInvalid
 from zcompile.ir.optimizer_step import LEAST_PACED_BYTES
@@ -204,7 +205,12 @@ def evaluated(
     bounds = [(bound(demand, terms.machine.links, of), demand, of) for demand, of in found]
     least, demand, within = min(bounds, key=lambda row: row[0].seconds)
 
-    def plan(step: StepTrace, kept: frozenset[EntryRef], windows: Sequence[int] | None) -> StepPlan:
+    def plan(
+        step: StepTrace,
+        kept: frozenset[EntryRef],
+        windows: Sequence[int] | None,
+        below_s: float = inf,
+    ) -> StepPlan | None:
         stay, scratch = stay_and_scratch(
             step, terms.machine, arena_bytes, beside, chunk_bytes, kept
         )
@@ -219,7 +225,16 @@ def evaluated(
         )
         compute = demand_of(step, costs.region_seconds).phases_s
         return plan_step(
-            step, terms.machine, room, arena, compute, seconds, least.seconds, stay, windows
+            step,
+            terms.machine,
+            room,
+            arena,
+            compute,
+            seconds,
+            least.seconds,
+            stay,
+            windows,
+            below_s,
         )
 
     # The plan, near the bound if it can be; then all numbers of it.
@@ -240,8 +255,11 @@ def evaluated(
             return made
         return plan_on_host_or_not(step, made, plan, kept, room)
 
-    def not_late(step: StepTrace, _: object, windows: Sequence[int] | None) -> StepPlan:
-        return here_or_on_host(step, plan(step, kept, windows))
+    def not_late(
+        step: StepTrace, _: object, windows: Sequence[int] | None, below_s: float = inf
+    ) -> StepPlan | None:
+        made = plan(step, kept, windows, inf if on_host else below_s)
+        return None if made is None else here_or_on_host(step, made)
 
     planned = here_or_on_host(step, planned)
 

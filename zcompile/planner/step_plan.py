@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from math import inf
 from types import MappingProxyType
+from typing import Protocol
 
 from zcompile.errors import KEEP_LESS, BudgetExceeded, more_device_memory
 from zcompile.ir.effects import IN
@@ -30,7 +32,13 @@ from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import TIER_LINKS, Machine
 from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
-from zcompile.passes.arrange import ArenaShare, Arrangements, arranged, window_bytes
+from zcompile.passes.arrange import (
+    ArenaShare,
+    Arrangements,
+    arranged,
+    wider_than,
+    window_bytes,
+)
 from zcompile.planner.host_step import updated_on_host, with_host_updates
 from zcompile.planner.late_step import LateStep, with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
@@ -161,8 +169,10 @@ def plan_step(
     least_s: float = 0.0,
     stay: frozenset[EntryRef] = frozenset(),
     wanted: Sequence[int] | None = None,
-) -> StepPlan:
-    """The fastest of the plans tried, or the first that is near the bound.
+    below_s: float = inf,
+) -> StepPlan | None:
+    """The fastest of the plans tried, or the first that is near the bound; None, if no placement
+    promises a step of less than `below_s` seconds.
 
     machine  links and rates
     room     bytes of each tier for the entries of this step, the whole arena among them
@@ -171,6 +181,7 @@ def plan_step(
     least_s  lower bound, in seconds, on any plan; 0, if that is not known
     stay     gradients that stay where backward makes them (`memory/step_footprint.py`)
     wanted   windows to try; None: those that leads and chunks ask for
+    below_s  seconds of a step that another plan takes
     raises   BudgetExceeded, if not even what one run reads fits
     """
     made: list[StepPlan] = []
@@ -189,11 +200,14 @@ def plan_step(
             with suppress(BudgetExceeded):
                 # Nothing moves: no other plan is faster.
                 return _planned(step, still, replace(arena, depth=DEPTH), seconds, known)
-        windows = list(_windows(step, room, arena, beside))
+        windows = list(_windows(step, room.nbytes["device"], arena, beside))
     else:
         windows = [(window, beside(window)) for window in wanted]
     for window, placement in sorted(windows, key=lambda row: (row[1].least_seconds, row[0])):
-        if made and placement.least_seconds > HOPELESS * min(plan.seconds for plan in made):
+        shortest_s = min((plan.seconds for plan in made), default=inf)
+        if placement.least_seconds > HOPELESS * min(shortest_s, below_s):
+            if not made:
+                return None
             break
         if _beside_pinned(step, placement, window) > room.nbytes["device"]:
             crowded.append((window, placement))
@@ -229,7 +243,7 @@ def plan_step(
                 shared = replace(arena, window_bytes=window, depth=DEPTH)
                 made.append(_planned(step, placement, shared, seconds, known))
                 break  # of the others less is promised, and each costs a simulation
-    return _simplest((*made, *_refined(step, made, seconds, known)))
+    return _simplest((*made, *_refined(step, made, seconds, known, below_s)))
 
 
 def _pinned_bytes(step: StepTrace) -> int:
@@ -272,9 +286,34 @@ reads a parameter right after a step finds it updated only then."""
 LATE_LEADS, LATE_PART = (1, 4), 6
 """Runs of lead that windows for late updates have room for, and the part of the arena that is tried
 as well: few, since each is a schedule of many chunks."""
+NARROW_PART = 12
+"""A window of this part of the arena is tried as well where some weights are wider than that, if
+there is room for all of these beside it: no placement that leaves one of them elsewhere passes such
+a window, and chunks alone need no more."""
 
-Planned = Callable[[StepTrace, frozenset[EntryRef], Sequence[int] | None], StepPlan]
-"""(step, gradients that may not stay, windows to try) -> its plan."""
+
+class Planned(Protocol):
+    """Makes a plan of a step, or none, as `plan_step` does.
+
+    kept     gradients that may not stay
+    windows  to try; None: it chooses them
+    """
+
+    def __call__(
+        self,
+        step: StepTrace,
+        kept: frozenset[EntryRef],
+        windows: Sequence[int] | None,
+        below_s: float = inf,
+        /,
+    ) -> StepPlan | None: ...
+
+
+def shortest(planned: Planned, step: StepTrace, kept: frozenset[EntryRef]) -> StepPlan:
+    """The plan of a step that is compared with no other."""
+    plan = planned(step, kept, None)
+    assert plan is not None, "every step takes less than an infinite time"
+    return plan
 
 
 def plan_late_or_not(
@@ -307,19 +346,23 @@ def plan_late_or_not(
     late_chunk_bytes  of an operand in a chunk of a late update, at least, where room allows
     raises        BudgetExceeded
     """
-    plan = planned(step, kept, None)
+    plan = shortest(planned, step, kept)
     all_late = with_late_step(step, chunk_bytes, least_bytes=late_chunk_bytes)
     if all_late is None or not _moves_in_steps(plan):
         return plan
     if set(all_late.forwards.values()) != {step.calls[0].schedule.serial}:
         # Gradients that stay are counted until the first call of a step only.
         kept |= {ref.gradient for ref in all_late.forwards}
-    made = []
-    windows = _windows_beside(all_late.step, plan, room.nbytes["device"], least_window)
+    made, whole = [], room.nbytes["device"]
+    windows = _windows_beside(all_late.step, plan, whole, least_window)
     with suppress(BudgetExceeded):
-        if windows:
-            other = planned(all_late.step, kept, windows)
+        if windows and (other := planned(all_late.step, kept, windows)) is not None:
             made.append(replace(other, late=all_late.forwards))
+    window = max(whole // NARROW_PART, _least_window(step, whole, least_window))
+    if (narrow := _with_wide_pinned(all_late.step, window, whole)) is not None:
+        with suppress(BudgetExceeded):
+            if (other := planned(narrow, kept, [window])) is not None:
+                made.append(replace(other, late=all_late.forwards))
     moving = _moving(step, all_late.forwards, plan.placement, room.reach)
     ways: list[Callable[[], LateStep | None]] = [lambda: all_late]
     if set(moving) != set(all_late.forwards):
@@ -338,11 +381,28 @@ def plan_late_or_not(
     return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
 
 
+def _with_wide_pinned(step: StepTrace, window: int, whole: int) -> StepTrace | None:
+    """The step with all that is wider than a window of an arena of `whole` bytes pinned to the
+    device; None if nothing is, or if there is no room for that."""
+    wide = wider_than(step, window)
+    nbytes = sum(aligned(fact.nbytes) for ref, fact in step.facts.items() if ref in wide)
+    if not wide or nbytes + _pinned_bytes(step) > whole - window:
+        return None
+    facts = {ref: replace(f, pinned=f.pinned or ref in wide) for ref, f in step.facts.items()}
+    return replace(step, facts=facts)
+
+
 def _takes_s(step: StepTrace, commit_bytes_per_s: float | None, plan: StepPlan) -> float:
     """Seconds of a step of a plan, with the commit behind it, if there is one."""
     if commit_bytes_per_s is None:
         return plan.seconds
     return plan.seconds + _committed_beside(plan, step) / commit_bytes_per_s
+
+
+def _to_beat(seconds: float, pays: float) -> float:
+    """The seconds that a plan must stay below, to be `pays` times as fast as one that takes
+    `seconds`; infinite for 0 times."""
+    return seconds / pays if pays else inf
 
 
 HOST_PAYS = 1.01
@@ -381,10 +441,10 @@ def plan_on_host_or_not(
     if not windows:
         return plan
     with suppress(BudgetExceeded):
-        found = planned(marked, kept | homed, windows)
-        on_host = updated_on_host(marked, found.placement.homes)
-        if on_host and takes_s(found) * HOST_PAYS < takes_s(plan):
-            return replace(found, on_host=on_host)
+        found = planned(marked, kept | homed, windows, _to_beat(takes_s(plan), HOST_PAYS))
+        if found is not None and takes_s(found) * HOST_PAYS < takes_s(plan):
+            on_host = updated_on_host(marked, found.placement.homes)
+            return replace(found, on_host=on_host) if on_host else plan
     return plan
 
 
@@ -484,9 +544,10 @@ def plan_narrow_or_not(
     if narrow is None or not _has_room(narrow.step, room):
         return plan
     with suppress(BudgetExceeded):
-        found = replace(planned(narrow.step, frozenset(), None), reads=narrow.reads)
-        if copies or found.seconds * NARROW_PAYS < plan.seconds:
-            return found
+        below_s = inf if copies else _to_beat(plan.seconds, NARROW_PAYS)
+        found = planned(narrow.step, frozenset(), None, below_s)
+        if found is not None and (copies or found.seconds < below_s):
+            return replace(found, reads=narrow.reads)
     return plan
 
 
@@ -500,7 +561,7 @@ def plan_with_wholes(step: StepTrace, planned: Planned, wanted: frozenset[EntryR
     planned  makes a plan
     raises   BudgetExceeded
     """
-    return replace(planned(with_wholes(step, wanted), NO_WHOLES, None), wholes=wanted)
+    return replace(shortest(planned, with_wholes(step, wanted), NO_WHOLES), wholes=wanted)
 
 
 def plan_whole_or_not(
@@ -514,9 +575,10 @@ def plan_whole_or_not(
     best = plan
     for wanted in sets_to_try(gathered_in(step), device_bytes):
         with suppress(BudgetExceeded):
-            found = plan_with_wholes(step, planned, wanted)
-            if found.seconds * WHOLES_PAY < best.seconds:
-                best = found
+            below_s = _to_beat(best.seconds, WHOLES_PAY)
+            found = planned(with_wholes(step, wanted), NO_WHOLES, None, below_s)
+            if found is not None and found.seconds < below_s:
+                best = replace(found, wholes=wanted)
     return best
 
 
@@ -591,7 +653,11 @@ def _simplest(plans: Sequence[StepPlan]) -> StepPlan:
 
 
 def _refined(
-    step: StepTrace, made: Sequence[StepPlan], seconds: Seconds, known: Arrangements
+    step: StepTrace,
+    made: Sequence[StepPlan],
+    seconds: Seconds,
+    known: Arrangements,
+    below_s: float,
 ) -> Iterator[StepPlan]:
     """The fastest plans with more chunks of an optimizer's step in flight, if it moves anything.
 
@@ -600,7 +666,7 @@ def _refined(
     """
     best = sorted(made, key=lambda plan: plan.seconds)[:BEST]
     for plan in best:
-        near = plan.seconds <= WITHIN_REACH * best[0].seconds
+        near = plan.seconds <= WITHIN_REACH * min(best[0].seconds, below_s)
         if near and plan.arena.window_bytes and _moves_in_steps(plan):
             scratch = replace(plan.arena.scratch, depth=DEEPER)
             rooms = (scratch, NO_ROOM) if plan.scratch_bytes else (NO_ROOM,)
@@ -726,11 +792,13 @@ def _needs_no_window(placement: Placement, arena: ArenaShare) -> bool:
 
 
 def _windows(
-    step: StepTrace, room: Room, arena: ArenaShare, beside: Beside
+    step: StepTrace, whole: int, arena: ArenaShare, beside: Beside
 ) -> Iterator[tuple[int, Placement]]:
-    """Windows to try, each with the placement beside it."""
-    whole = room.nbytes["device"]
+    """Windows to try, each with the placement beside it.
 
+    whole   bytes of the arena
+    beside  makes such a placement
+    """
     if _needs_no_window(everything := beside(0), arena):
         yield 0, everything
     pinned = _pinned_bytes(step)

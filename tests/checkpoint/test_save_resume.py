@@ -170,6 +170,33 @@ def test_load_takes_a_model_on_meta_that_was_offloaded(tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def normed():
+    """Two norms with one running mean, and a buffer that is not part of the state."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[2].running_mean = model[1].running_mean
+    model[0].register_buffer("scratch", torch.zeros(4), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("by", ["zcompile.load", "load_state_dict"])
+def test_buffers_on_meta_get_memory_with_their_values_and_stay_shared(by, tmp_path):
+    plain = normed()
+    plain(torch.randn(8, 4))
+    with torch.device("meta"):
+        model = normed()
+    zcompile.offload(model, **SMALL)
+    zcompile.save(tmp_path / "c", plain)
+    if by == "zcompile.load":
+        assert zcompile.load(model, tmp_path / "c") == ([], [])
+    else:
+        model.load_state_dict(plain.state_dict())
+    assert_alike(model, plain)
+    assert model[2].running_mean is model[1].running_mean
+    assert model[0].scratch.is_meta, "nobody has a value for it"
+    x = torch.randn(8, 4)
+    assert torch.equal(model(x).cpu(), plain(x))
+
+
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
 def test_a_tied_weight_is_found_under_any_of_its_names(name, tmp_path):
     values = dict(GPT().state_dict())

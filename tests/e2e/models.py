@@ -175,6 +175,27 @@ def gpt_oss() -> nn.Module:
     )
 
 
+def deepseek_v3() -> nn.Module:
+    """Attention whose keys and values are compressed; experts in groups, beside a shared one."""
+    return hf.DeepseekV3ForCausalLM(
+        hf.DeepseekV3Config(
+            **{**CAUSAL, "num_key_value_heads": 2},
+            moe_intermediate_size=16,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+            kv_lora_rank=8,
+            q_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=16,
+        )
+    )
+
+
 def qwen3_moe() -> nn.Module:
     return hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(
@@ -216,5 +237,6 @@ CASES = {
     "mamba2": Case(mamba2, next_token),
     "gemma3": Case(gemma3, masked_token),
     "gpt-oss": Case(gpt_oss, next_token),
+    "deepseek v3": Case(deepseek_v3, next_token),
     "qwen3 moe": Case(qwen3_moe, next_token),
 }

@@ -78,7 +78,16 @@ def scattered(x: Tensor) -> Tensor:
     return aten.slice_scatter(x.t()[1:], x[:1] * 2, 0, 1, 2).sum() + made
 
 
-@pytest.mark.parametrize("build", [views, in_place, several, overlap, widths, scattered])
+def scattered_into_parts(x: Tensor) -> Tensor:
+    """Into views that end before their storage does, and into one that repeats its elements."""
+    inner = aten.copy(x[:4, 1:3], x[:4, :2]) + 1
+    row = aten.select_scatter(x.view(-1)[3:9:2], x[0, 0], 0, 1) * 2
+    return aten.slice_scatter(x[:1].expand(3, 6), x[1:2], 0, 0, 1).sum() + inner.sum() + row
+
+
+@pytest.mark.parametrize(
+    "build", [views, in_place, several, overlap, widths, scattered, scattered_into_parts]
+)
 def test_ops_of_every_kind_are_counted_as_they_take_memory(build):
     x = torch.randn(6, 6)
     gm, held = plainly(build, x)
@@ -255,6 +264,28 @@ def test_a_small_model_holds_what_is_counted(name, monkeypatch):
     model, inputs = small(name)
     with watched(monkeypatch) as found:
         walked_twice(twins(Lost(model)), found, *inputs)
+
+
+class ScatteredInto(nn.Module):
+    """Some rows of a weight are replaced, and a column of a part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.slice_scatter(self.weight, x, 0, 0, 8)
+        columns = torch.select_scatter(self.weight.t()[4:20], x[0, :16], 1, 3)
+        return rows.square().sum() + columns.cos().sum()
+
+
+def test_values_scattered_into_a_weight_take_the_bytes_of_that_weight_alone(monkeypatch):
+    pair, x = twins(ScatteredInto(), device_memory="1MiB"), torch.randn(8, 64)
+    with watched(monkeypatch) as found:
+        walked_twice(pair, found, x)
+    for _ in range(2):
+        pair.plain(x).backward()
+    assert pair.same()
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "handed over"])

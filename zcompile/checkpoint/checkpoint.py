@@ -34,6 +34,7 @@ from zcompile.checkpoint.durable import (
     resume_durable,
 )
 from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, checkpoint_errors
+from zcompile.checkpoint.meta_buffers import take_memory
 from zcompile.checkpoint.plain_values import unpack
 from zcompile.checkpoint.safetensors import (
     Header,
@@ -61,6 +62,7 @@ from zcompile.checkpoint.state import (
     fabric_behind,
     fact_of,
     model_state,
+    plain_model,
     restore,
     with_random_states,
 )
@@ -83,7 +85,7 @@ from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.progress import Work, working
 from zcompile.runtime.ranks.fabric import Fabric
-from zcompile.runtime.session import session_of
+from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 NAMED = ("model", "optimizer")
@@ -503,11 +505,11 @@ def _load(
     found: Mapping[str, Place | Held],
     meetings: Meetings,
 ) -> Loaded:
-    held = model_state(model)
+    held, session = model_state(model), _session_behind(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
     unexpected = sorted(name for name in found if wanted[name] not in held.tensors)
-    rows = _unloadable(found, wanted, held)
+    rows = _unloadable(found, wanted, held, offloaded=session is not None)
     if strict:
         rows += [
             f"{name}: missing, the model has {fact_of(held.tensors[name])}" for name in missing
@@ -516,6 +518,9 @@ def _load(
     shown = ", ".join(str(p) for p in _listed(paths))
     if rows:
         raise CheckpointMismatch(shown, rows)
+    if session is not None:
+        take_memory(plain_model(model), set(wanted.values()), session.device.torch_device)
+        held = model_state(model)
     targets = {n: held.tensors[first] for n, first in wanted.items() if first in held.tensors}
     one_of = _one_of(targets)
     due = {name: found[name] for name, one in one_of.items() if name == one}
@@ -562,11 +567,17 @@ def _left_after(names: Sequence[str], done: int) -> str:
     )
 
 
-def _system_of(model: nn.Module) -> SystemCalls:
-    """The calls on files that the model's session was opened with."""
+def _session_behind(model: nn.Module) -> Session | None:
+    """The session of an offloaded model; None for a plain one."""
     tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
     first = next(tiered, None)
-    return KERNEL if first is None else session_of(first.entry).system
+    return None if first is None else session_of(first.entry)
+
+
+def _system_of(model: nn.Module) -> SystemCalls:
+    """The calls on files that the model's session was opened with."""
+    session = _session_behind(model)
+    return KERNEL if session is None else session.system
 
 
 def _check_order(call: str, path: object, model: object) -> None:
@@ -641,10 +652,10 @@ def _listed(paths: Paths) -> list[Path]:
 
 
 def _unloadable(
-    found: Mapping[str, Place | Held], wanted: Mapping[str, str], held: ModelState
+    found: Mapping[str, Place | Held], wanted: Mapping[str, str], held: ModelState, offloaded: bool
 ) -> list[str]:
     """Sentences on what cannot be loaded, strictly or not: another shape, complex numbers for
-    real ones, or no memory to take it."""
+    real ones, or no memory to take it. `offloaded`: buffers on `meta` get theirs."""
     rows = []
     for name, place in found.items():
         target = held.tensors.get(wanted[name])
@@ -657,7 +668,11 @@ def _unloadable(
                 f"{name}: {fact_in(place)} would lose its imaginary part, the model has "
                 f"{fact_of(target)}"
             )
-        elif target.is_meta and not isinstance(target, TieredTensor):
+        elif (
+            target.is_meta
+            and not isinstance(target, TieredTensor)
+            and (isinstance(target, nn.Parameter) or not offloaded)
+        ):
             rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
     return rows
 

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils import swap_tensors
 
+from zcompile.checkpoint.meta_buffers import take_memory_when_loaded
 from zcompile.config import Config, build
 from zcompile.errors import BudgetExceeded, ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
@@ -148,9 +149,9 @@ def offload(model: nn.Module, config: Config | None = None, **fields: Any) -> nn
 
     Buffers go to the compute device. The parameter objects stay the same, so an optimizer made
     before holds the tiered ones. On a model on `meta` the values come later, by
-    `load_state_dict`. After `zcompile.init` it changes nothing but names. A model that was
-    offloaded, and got further parameters since (adapters, another head), is given once more,
-    without budgets: it takes them in.
+    `load_state_dict` or `zcompile.load`. After `zcompile.init` it changes nothing but names. A
+    model that was offloaded, and got further parameters since (adapters, another head), is given
+    once more, without budgets: it takes them in.
 
     config, fields  a `Config`, or its fields, or both (fields win)
     raises  ConfigInvalid, UnknownOption, DiskUnusable, DiskOwned, DeviceTooSmall, TierFull,
@@ -573,6 +574,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
+    take_memory_when_loaded(model, device)
 
 
 def _tell_unlike(session: Session, params: Iterable[tuple[str, Tensor]]) -> None:

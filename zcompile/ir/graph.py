@@ -40,8 +40,9 @@ KEEP_STRIDES = frozenset(
         torch.ops.aten.as_strided_scatter.default,
     }
 )
-"""Ops whose result has the layout of their first argument. Its storage has room for the offset of
-that argument too, which the fake tensors of tracing may leave out."""
+"""Ops whose result has the layout of their first argument, over a copy of the whole storage behind
+that argument; of one that shows elements several times (`expand`) they copy what is shown. The fake
+tensors of tracing may have less storage than the results."""
 
 CASTS = frozenset({torch.ops.aten._to_copy.default})
 """Copies in another dtype: cheaper to compute again from a gathered parameter than to save."""

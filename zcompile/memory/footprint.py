@@ -330,10 +330,10 @@ class StorageWalk:
         size = self.size
         nbytes = size(value.untyped_storage().nbytes())
         if node.target in KEEP_STRIDES and isinstance(node.args[0], fx.Node):
-            lies: Tensor = node.args[0].meta["val"]
-            steps = zip(lies.size(), lies.stride(), strict=True)
-            span = 1 + sum((size(n) - 1) * size(step) for n, step in steps)
-            nbytes = (size(lies.storage_offset()) + span) * value.dtype.itemsize
+            source: Tensor = node.args[0].meta["val"]
+            shown = zip(source.size(), source.stride(), strict=True)
+            if not any(size(step) == 0 and size(n) > 1 for n, step in shown):
+                nbytes = size(source.untyped_storage().nbytes())
         if not nbytes or (self.device is not None and value.device != self.device):
             return []
         self.storages.append(Storage(node, part, nbytes, index, index))

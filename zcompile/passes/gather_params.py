@@ -8,6 +8,7 @@ from torch import fx
 
 from zcompile.ir import ops
 from zcompile.ir.graph import (
+    KEEP_STRIDES,
     aliases_of,
     bases_of,
     find,
@@ -36,7 +37,8 @@ class GatherParams(Pass):
 
     Forward therefore saves the handle for backward, never the full value. Casts of a gathered
     parameter are computed again in backward too. A result that is a view of a gathered parameter is
-    copied, since the bytes under it are given back.
+    copied, since the bytes under it are given back; so is one that values are scattered into, since
+    `slice_scatter` and its like copy all the storage that their operand lies in.
     """
 
     name: ClassVar[str] = "gather-params"
@@ -55,6 +57,7 @@ class GatherParams(Pass):
             _split(graph, gather, plan)
         for wait in find(graph, ops.wait):
             _copy_escapes(graph, wait)
+            _copy_scattered_into(graph, wait)
         return plan
 
 
@@ -149,3 +152,29 @@ def _copy_escapes(graph: fx.Graph, wait: fx.Node) -> None:
                 val=alias.meta["val"],
             )
         output.replace_input_with(alias, copy)
+
+
+def _copy_scattered_into(graph: fx.Graph, wait: fx.Node) -> None:
+    """Let ops that copy the storage of their operand read a copy of the gathered bytes, whose
+    storage is all that is on the device."""
+    views = list(aliases_of(wait))
+
+    def of_copy(node: fx.Node) -> fx.Node:
+        """`node`, the gathered value or a view of it, in the copy."""
+        if node is wait:
+            return insert(
+                graph,
+                torch.ops.aten.clone.default,
+                wait,
+                like=wait,
+                phase=phase_of(wait),
+                val=wait.meta["val"],
+            )
+        sources = {n: of_copy(n) for n in node.all_input_nodes if n in views}
+        return graph.node_copy(node, lambda n: sources.get(n, n))
+
+    for reader in [user for view in views for user in view.users if user.target in KEEP_STRIDES]:
+        into = reader.args[0]
+        if isinstance(into, fx.Node) and into in views:
+            with graph.inserting_before(reader):
+                reader.args = (of_copy(into), *reader.args[1:])

@@ -31,6 +31,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
+SLOW_TIMEOUT_S = 1800
+"""After which a slow test counts as hung; any other after the `timeout` of pyproject.toml."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +40,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # What computes for minutes takes many times that beside others, and hangs no more for it.
+        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -64,8 +64,12 @@ BUDGET = 40 * KiB
 
 
 def train(model, call, x, steps=3, micro=1, clip=None, lr=1e-2):
-    """The losses of a loop with a stock optimizer."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    """The losses of a loop with a stock optimizer.
+
+    By its usual `eps`, 1e-8, a gradient that is nearly zero moves its parameter as far as one that
+    is not, by the sign that rounding gave it.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-4, fused=True)
     losses = []
     for step in range(steps):
         for _ in range(micro):
@@ -88,7 +92,7 @@ def both(name, tmp_path=None, **how):
     losses = train(pair.model, pair.call, x, **how), train(pair.plain, pair.plain, x, **how)
     assert torch.allclose(*map(torch.tensor, losses), **CLOSE)
     for tiered, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        assert torch.allclose(tiered.detach().cpu(), plain.detach(), rtol=1e-3, atol=5e-5)
+        assert torch.allclose(tiered.detach().cpu(), plain.detach(), **CLOSE)
     return pair
 
 
@@ -141,7 +145,7 @@ def trained_block(width, budget):
     ("narrow", "wide"),
     [
         (128, 256),
-        pytest.param(256, 2048, marks=pytest.mark.slow),  # Figure 6b of ZeRO-Infinity, scaled down
+        pytest.param(128, 1024, marks=pytest.mark.slow),  # Figure 6b of ZeRO-Infinity, scaled down
     ],
 )
 def test_a_block_trains_in_what_a_narrower_one_takes_untiled(narrow, wide):

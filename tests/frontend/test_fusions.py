@@ -512,15 +512,15 @@ zcompile.close(model)
 
 @pytest.mark.slow
 def test_a_second_process_resumes_bit_by_bit(tmp_path):
-    """With an empty cache of torch's."""
+    """With an empty cache of torch's, which only the process that has nothing to resume shares."""
 
-    def run(disk, begin, end, name):
+    def run(disk, begin, end, name, cache):
         here = Path(__file__).parent
         paths = [here, here.parent / "helpers", here.parent.parent]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
-            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache),
         }
         args = [str(tmp_path / disk), str(begin), str(end), str(tmp_path / f"{name}.pt")]
         ran = subprocess.run(
@@ -532,9 +532,9 @@ def test_a_second_process_resumes_bit_by_bit(tmp_path):
         )
         return torch.load(tmp_path / f"{name}.pt"), json.loads(ran.stdout.splitlines()[-1])
 
-    expected, _ = run("whole", 0, 4, "whole")
-    _, began = run("disk", 0, 2, "began")
-    weights, found = run("disk", 2, 4, "resumed")
+    _, began = run("disk", 0, 2, "began", "cache")
+    weights, found = run("disk", 2, 4, "resumed", "empty")
+    expected, _ = run("whole", 0, 4, "whole", "cache")
     assert found["compiled"] == 0
     assert found["loaded"] == began["compiled"] > 5
     assert all(torch.equal(weights[name], expected[name]) for name in expected)

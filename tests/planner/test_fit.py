@@ -157,7 +157,23 @@ def test_what_rests_somewhere_adds_up(large):
                 assert found.tiers["host"] <= DESKTOP.tiers["host"]
                 moved = 4 * large.weight_bytes
                 assert sum(found.tiers.values()) >= moved
-                assert found.seconds >= max(found.passes_s, found.update_s)
+                assert found.seconds >= max(found.busy_s.values())
+
+
+def test_an_update_is_late_where_its_transfers_hide_behind_forward(written):
+    training = training_of(read_decoder(written(estimates.GPT2)))
+    held = estimate(training, DESKTOP, 1, Way.SAVED).tiers["device"] - 3 * training.weight_bytes
+    roomy, small = (
+        estimate(
+            training, with_tier(DESKTOP, "device", held + n * training.weight_bytes), 1, Way.SAVED
+        )
+        for n in (8, 2)
+    )
+    assert not roomy.late, "nothing moves"
+    assert roomy.seconds == roomy.busy_s["compute"]
+    assert small.late
+    # Of the step only backward, two thirds of the passes, lies beside no transfer of the update.
+    assert small.seconds - small.busy_s["h2d"] < roomy.seconds * 2 / 3
 
 
 def test_a_better_machine_is_never_slower(large):

@@ -237,8 +237,8 @@ MUTANTS: dict[str, tuple[str, tuple[Edit, ...]]] = {
             Edit(
                 OneCopy,
                 "enqueue",
-                "self.follows = [",
-                "self._owner = self._memory = None; self.follows = [",
+                "self.mark = self.streams.enqueue(",
+                "self._owner = self._memory = None; self.mark = self.streams.enqueue(",
             ),
             Edit(InFlightGradients, "note", "self._sent.append((ticket, source))", "pass"),
         ),

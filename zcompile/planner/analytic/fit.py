@@ -2,8 +2,10 @@
 
 The step is that of zcompile: a weight that does not rest on the device is fetched for forward and
 for backward; the optimizer reads weights, gradients and states through the device and writes
-weights and states back. Everything overlaps within the passes and within the update, so that each
-of the two takes what its busiest lane takes. What rests where is greedy by the bytes that a
+weights and states back. It does so behind backward, with the room of activations to itself; or
+late, beside the next forward, which takes the weights that it brings. Everything overlaps within
+the passes and within the update, or within backward and within forward and late update, so that
+each of the two takes what its busiest lane takes. What rests where is greedy by the bytes that a
 resident byte saves: weights, then states, then gradients. How near that comes to the plans that
 zcompile makes: `python -m benchmarks.estimates`.
 
@@ -64,7 +66,7 @@ class Estimate:
 
     tiers     bytes that rest on each tier, those of activations included
     lacks     tier -> bytes that found no place; empty: it fits
-    passes_s  forward and backward; `update_s` is the optimizer's part
+    late      updates are computed beside the next forward
     busy_s    by lane: "compute", and links as `Machine.describe` names them
     """
 
@@ -73,17 +75,13 @@ class Estimate:
     way: Way
     tiers: dict[str, int]
     lacks: dict[str, int]
-    passes_s: float
-    update_s: float
+    late: bool
+    seconds: float
     busy_s: dict[str, float]
 
     @property
     def fits(self) -> bool:
         return not self.lacks
-
-    @property
-    def seconds(self) -> float:
-        return self.passes_s + self.update_s
 
     @property
     def tokens_per_s(self) -> float:
@@ -96,7 +94,11 @@ class Estimate:
 
 
 def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Estimate:
-    """A step with one way for activations."""
+    """A step with one way for activations, updated when that is shorter."""
+    return _best([_estimate(training, machine, batch, way, late) for late in (False, True)])
+
+
+def _estimate(training: Training, machine: Machine, batch: int, way: Way, late: bool) -> Estimate:
     decoder, weights = training.decoder, training.weight_bytes
     states, gradients = weights * training.states, weights
     tokens, element = batch * training.seq, decoder.element_bytes
@@ -114,16 +116,20 @@ def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Esti
     # Gradients stay where activations were, until the optimizer has read them. Where not all have
     # room there, one is on its way beside them.
     held += 0 if gradients <= held else largest
+    # Late updates have one parameter with its states on its way, beside activations; without them
+    # one weight is, where weights stream.
+    held += largest * (1 + training.states) if late else 0
+    on_its_way = 0 if late else largest
     # What rests where.
     device, host = machine.tiers["device"], machine.tiers["host"]
     host -= staging_size(host).nbytes
     disk = machine.tiers.get("disk", 0)
     lacks: dict[str, int] = {}
-    resident = weights if held + weights <= device else device - held - largest
+    resident = weights if held + weights <= device else device - held - on_its_way
     if resident < 0:
         lacks["device"] = -resident
     resident = min(weights, max(0, resident))
-    room = max(0, device - held - resident - (largest if resident < weights else 0))
+    room = max(0, device - held - resident - (on_its_way if resident < weights else 0))
     states_here = min(states, room)
     gradients_here = min(gradients, max(0, device - resident - states_here))
     activations = inputs if way is Way.RECOMPUTED_FROM_HOST else 0
@@ -138,15 +144,19 @@ def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Esti
         on_disk.append(nbytes - here)
     if sum(on_disk) > disk:
         lacks["host and disk"] = sum(on_disk) - disk
-    # Seconds of each lane, in the passes and in the update.
+    # Seconds of each lane, in the passes and in the update; a late one has forward beside it.
+    passes, update = _Lanes(machine), _Lanes(machine)
+    forward = update if late else passes
     again = 0 if way is Way.SAVED else 1
-    passes = _Lanes(machine)
-    passes.add("compute", _compute_s(training, machine, tokens, again))
-    passes.move("h2d", 2 * away[0] + activations)
-    passes.move("d2h", away[1] + activations)
-    passes.move("disk_read", 2 * on_disk[0])
+    compute_s = _compute_s(training, machine, tokens, again)
+    forward.add("compute", compute_s / (3 + again))
+    passes.add("compute", compute_s * (2 + again) / (3 + again))
+    fetches = 1 if late else 2  # what a late update brings is there for forward
+    passes.move("h2d", fetches * away[0] + activations)
+    forward.move("d2h", activations)
+    passes.move("d2h", away[1])
+    passes.move("disk_read", fetches * on_disk[0])
     passes.move("disk_write", on_disk[1])
-    update = _Lanes(machine)
     touched = weights * (2 + 1 + 2 * training.states)
     update.add("compute", touched / machine.compute.memory_bytes_per_s)
     update.move("h2d", sum(away))
@@ -165,8 +175,8 @@ def estimate(training: Training, machine: Machine, batch: int, way: Way) -> Esti
         way,
         tiers,
         lacks,
-        passes.longest,
-        update.longest,
+        late,
+        passes.longest + update.longest,
         {lane: passes.busy[lane] + update.busy[lane] for lane in lanes},
     )
 
@@ -206,11 +216,14 @@ def _compute_s(training: Training, machine: Machine, tokens: int, again: int) ->
 
 def fastest(training: Training, machine: Machine, batch: int) -> Estimate:
     """The shortest step among the ways that fit; if none does, the one that lacks the least."""
-    ways = [estimate(training, machine, batch, way) for way in Way]
-    fitting = [found for found in ways if found.fits]
+    return _best([estimate(training, machine, batch, way) for way in Way])
+
+
+def _best(steps: list[Estimate]) -> Estimate:
+    fitting = [found for found in steps if found.fits]
     if fitting:
         return min(fitting, key=lambda found: found.seconds)
-    return min(ways, key=lambda found: sum(found.lacks.values()))
+    return min(steps, key=lambda found: sum(found.lacks.values()))
 
 
 def largest_batch(training: Training, machine: Machine, ways: Iterable[Way] = Way) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 import lean  # noqa: F401  # first, since it sets how torch compiles
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 # What is measured of this machine is kept for one run of the tests, all its processes together, and
 # not for the user.
@@ -28,6 +29,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # As many workers as processors: a second thread in each would only wait for the other's.
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # in the processes that tests start
+
+# On a busy machine drawing examples, and each of them, takes as long as it takes.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"

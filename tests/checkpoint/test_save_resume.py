@@ -17,6 +17,7 @@ from torch import nn
 
 import zcompile
 from zcompile.checkpoint import block_files, checkpoint, stream
+from zcompile.checkpoint.checkpoint import Loader
 from zcompile.checkpoint.stream import Piece, cut
 from zcompile.errors import (
     CheckpointMismatch,
@@ -178,23 +179,49 @@ def normed():
     return model
 
 
-@pytest.mark.parametrize("by", ["zcompile.load", "load_state_dict"])
-def test_buffers_on_meta_get_memory_with_their_values_and_stay_shared(by, tmp_path):
+def normed_on_meta(path):
+    """A trained model that is saved there, and one on `meta` that was offloaded."""
     plain = normed()
     plain(torch.randn(8, 4))
+    zcompile.save(path, plain)
     with torch.device("meta"):
         model = normed()
-    zcompile.offload(model, **SMALL)
-    zcompile.save(tmp_path / "c", plain)
+    return plain, zcompile.offload(model, **SMALL)
+
+
+@pytest.mark.parametrize("by", ["zcompile.load", "load_state_dict"])
+def test_buffers_on_meta_get_memory_with_their_values_and_stay_shared(by, tmp_path):
+    plain, model = normed_on_meta(tmp_path / "c")
     if by == "zcompile.load":
         assert zcompile.load(model, tmp_path / "c") == ([], [])
+        assert model[2].running_mean is model[1].running_mean
     else:
-        model.load_state_dict(plain.state_dict())
+        model.load_state_dict(plain.state_dict(), assign=True)
     assert_alike(model, plain)
-    assert model[2].running_mean is model[1].running_mean
     assert model[0].scratch.is_meta, "nobody has a value for it"
     x = torch.randn(8, 4)
     assert torch.equal(model(x).cpu(), plain(x))
+
+
+def test_buffers_whose_values_did_not_come_are_on_meta_again(tmp_path, monkeypatch):
+    plain, model = normed_on_meta(tmp_path / "c")
+    fill = Loader.fill
+
+    def failing(self, file, name, *rest):
+        if name == "1.running_var":
+            raise OSError(5, "Input/output error")
+        fill(self, file, name, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loader, "fill", failing)
+        with pytest.raises(OSError, match="Input/output"):
+            zcompile.load(model, tmp_path / "c")
+    assert model[1].running_var.is_meta
+    for name, buffer in model.named_buffers():
+        if not buffer.is_meta:
+            assert torch.equal(buffer, plain.get_buffer(name))
+    zcompile.load(model, tmp_path / "c")
+    assert_alike(model, plain)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "head.weight"])

@@ -34,7 +34,7 @@ from zcompile.checkpoint.durable import (
     resume_durable,
 )
 from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, checkpoint_errors
-from zcompile.checkpoint.meta_buffers import take_memory
+from zcompile.checkpoint.meta_buffers import memory_for
 from zcompile.checkpoint.plain_values import unpack
 from zcompile.checkpoint.safetensors import (
     Header,
@@ -518,33 +518,40 @@ def _load(
     shown = ", ".join(str(p) for p in _listed(paths))
     if rows:
         raise CheckpointMismatch(shown, rows)
-    if session is not None:
-        take_memory(plain_model(model), set(wanted.values()), session.device.torch_device)
-        held = model_state(model)
-    targets = {n: held.tensors[first] for n, first in wanted.items() if first in held.tensors}
-    one_of = _one_of(targets)
-    due = {name: found[name] for name, one in one_of.items() if name == one}
-    total = sum(place.row.nbytes for place in due.values())
-    if rows := _differing(found, targets, one_of):
-        raise CheckpointMismatch(shown, rows)
-    fabric, seen = fabric_behind(model), list(_seen_of(found))
-    meetings.found()
-    if fabric is not None:
-        fabric.agree("load", *seen, text=f"the files {shown}")
-    meetings.ready()
     done: list[str] = []
-    with working(f"loading {shown}", total, show_size) as work:
-        try:
-            with Loader() as loader:
-                for name, place in due.items():
-                    work.begin(name)
-                    loader.fill(place.file, name, place.row, targets[name].detach())
-                    work.add(place.row.nbytes, name)
-                    done.append(name)
-        except BaseException as error:
-            if fabric is None:
-                error.add_note(_left_after(list(due), len(done)))
-            raise
+
+    def whole() -> list[str]:
+        """Names of what has come; of the last that were asked for, values may be there in part."""
+        return done[: max(0, len(done) - MOST_IN_FLIGHT)]
+
+    with ExitStack() as stack:
+        if session is not None:
+            names, device = set(wanted.values()), session.device.torch_device
+            stack.enter_context(memory_for(plain_model(model), names, device, whole))
+            held = model_state(model)
+        targets = {n: held.tensors[first] for n, first in wanted.items() if first in held.tensors}
+        one_of = _one_of(targets)
+        due = {name: found[name] for name, one in one_of.items() if name == one}
+        total = sum(place.row.nbytes for place in due.values())
+        if rows := _differing(found, targets, one_of):
+            raise CheckpointMismatch(shown, rows)
+        fabric, seen = fabric_behind(model), list(_seen_of(found))
+        meetings.found()
+        if fabric is not None:
+            fabric.agree("load", *seen, text=f"the files {shown}")
+        meetings.ready()
+        with working(f"loading {shown}", total, show_size) as work:
+            try:
+                with Loader() as loader:
+                    for name, place in due.items():
+                        work.begin(name)
+                        loader.fill(place.file, name, place.row, targets[name].detach())
+                        work.add(place.row.nbytes, name)
+                        done.append(name)
+            except BaseException as error:
+                if fabric is None:
+                    error.add_note(_left_after(list(due), len(done)))
+                raise
     return Loaded(missing, unexpected)
 
 

@@ -1,11 +1,11 @@
-"""Buffers of a model that was offloaded on `meta`: they get memory when a value comes for them.
+"""Buffers of a model that was offloaded on `meta`: `zcompile.load` takes memory for their values.
 
 A parameter on `meta` becomes tiered, and says that it has no value if it is read. A buffer stays
-plain, and on `meta`, until `load_state_dict` or `zcompile.load` brings a value for it.
+plain, and on `meta`, until a value comes for it.
 """
 
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,35 +13,48 @@ from torch import Tensor, nn
 from zcompile.checkpoint.state import COMPILED
 
 
-def take_memory(model: nn.Module, names: Collection[str], device: torch.device) -> None:
-    """Put those of these buffers of `model` that are on `meta` on `device`, without a value.
+@contextmanager
+def memory_for(
+    model: nn.Module,
+    names: Collection[str],
+    device: torch.device,
+    filled: Callable[[], Collection[str]],
+) -> Iterator[None]:
+    """Have those of these buffers of `model` that are on `meta` on `device`, to be filled.
 
-    Modules that share a buffer share it afterwards.
+    Modules that share a buffer share it afterwards. After an error those are on `meta` again whose
+    values have not come.
+
+    filled  names of what has its value, of a shared buffer any
     """
     taken: dict[int, Tensor] = {}
-    wanted = {name.replace(f"{COMPILED}.", "") for name in names}
+    wanted = {_plain(name) for name in names}
     for raw, buffer in model.named_buffers(remove_duplicate=False):
-        name = raw.replace(f"{COMPILED}.", "")
-        if buffer.is_meta and name in wanted and id(buffer) not in taken:
+        if buffer.is_meta and _plain(raw) in wanted and id(buffer) not in taken:
             taken[id(buffer)] = torch.empty_like(buffer, device=device)
-    for module in model.modules() if taken else ():
-        for name, shared in module._buffers.items():
-            if shared is not None:
-                module._buffers[name] = taken.get(id(shared), shared)
+    before = [
+        (module, name, shared)
+        for module in (model.modules() if taken else ())
+        for name, shared in module._buffers.items()
+        if shared is not None and id(shared) in taken
+    ]
+    for module, name, shared in before:
+        module._buffers[name] = taken[id(shared)]
+    try:
+        yield
+    except BaseException:
+        done = {_plain(name) for name in filled()}
+        with_values = {
+            id(buffer)
+            for raw, buffer in model.named_buffers(remove_duplicate=False)
+            if _plain(raw) in done
+        }
+        for module, name, shared in before:
+            if id(module._buffers[name]) not in with_values:
+                module._buffers[name] = shared
+        raise
 
 
-def take_memory_when_loaded(model: nn.Module, device: torch.device) -> None:
-    """Let `load_state_dict` find memory on `device` where it has values for buffers on `meta`."""
-    if any(buffer.is_meta for buffer in model.buffers()):
-        model.register_load_state_dict_pre_hook(partial(_before_load, device))
-
-
-def _before_load(
-    device: torch.device,
-    model: nn.Module,
-    state_dict: Mapping[str, object],
-    prefix: str,
-    *_: object,
-) -> None:
-    given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-    take_memory(model, given, device)
+def _plain(name: str) -> str:
+    """A name without what `torch.compile` puts into it."""
+    return name.replace(f"{COMPILED}.", "")

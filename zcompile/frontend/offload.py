@@ -22,7 +22,6 @@ from torch.nn.modules.module import (
 )
 from torch.utils import swap_tensors
 
-from zcompile.checkpoint.meta_buffers import take_memory_when_loaded
 from zcompile.config import Config, build
 from zcompile.errors import BudgetExceeded, ModelWrapped, ParameterChanged, Unsupported
 from zcompile.frontend import optimizer_hooks
@@ -574,7 +573,6 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[name] = buffer.to(device)
-    take_memory_when_loaded(model, device)
 
 
 def _tell_unlike(session: Session, params: Iterable[tuple[str, Tensor]]) -> None:

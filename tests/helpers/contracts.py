@@ -466,6 +466,29 @@ def without_modes() -> None:
 
 
 @contract
+def is_made_of_others() -> None:
+    """An op that has one kernel, of other ops, is those others above autograd; below it comes
+    whole, and can be taken apart."""
+    seen = []
+
+    class Seeing(private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    value, aten = torch.ones(3), torch.ops.aten
+    with Seeing():
+        torch.atleast_2d(value)
+        with torch.inference_mode():
+            torch.atleast_2d(value)
+    assert aten.atleast_2d.default not in seen[:-1]
+    assert private.is_made_of_others(aten.atleast_2d.default)
+    assert aten.atleast_2d.default.decompose(value).shape == (1, 3)
+    assert not private.is_made_of_others(aten.add.Tensor)
+    assert not private.is_made_of_others(aten.native_channel_shuffle.default)
+
+
+@contract
 def resolving_views() -> None:
     """Without it an op that is called within `__torch_dispatch__` reads below a conjugate view that
     it makes itself; with it, it does not, and what torch left out there is left out as before."""

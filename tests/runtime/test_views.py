@@ -4,6 +4,7 @@ import pytest
 import torch
 from pairs import Holder, assert_equal, mlp, on_disk, parameter_pair, plain_of
 from torch import nn, optim
+from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -434,6 +435,47 @@ def test_what_may_be_a_view_or_a_copy_has_its_values_where_autograd_is_skipped(o
     assert made.stride() == expected.stride()
     is_view = expected.untyped_storage().data_ptr() == plain.untyped_storage().data_ptr()
     assert is_view == (getattr(made, "entry", None) is tiered.entry)
+
+
+WRITTEN = {
+    "dropout": lambda p: F.dropout(p, 0.5, training=False),
+    "two dimensions": lambda p: torch.atleast_2d(p[0]),
+    "broadcast": lambda p: torch.broadcast_tensors(p, torch.ones(8))[0],
+    "permuted": lambda p: torch.einsum("ij->ji", p),
+    "as a type": lambda p: p.type_as(torch.ones(1)),
+    "summed to its size": lambda p: p.sum_to_size(8, 8),
+    "pieces": lambda p: p.unsafe_chunk(2)[1],
+    "a copy": lambda p: torch.native_channel_shuffle(p[None, :, :, None], 2),
+    "a product": lambda p: p.subtract(1),
+}
+"""Ops whose schema does not say that they may give back a view, or the operand itself."""
+
+
+@pytest.mark.parametrize("where", [within_a_mode, in_inference], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("op", WRITTEN)
+def test_what_is_written_to_a_result_reaches_the_operand_where_it_does_in_torch(
+    op, where, tmp_path
+):
+    plain, tiered = parameter_pair(lambda: torch.randn(8, 8), tmp_path)
+    before = plain.detach().clone()
+    for p in (plain, tiered):
+        where(lambda p=p: WRITTEN[op](p.detach()).mul_(2))
+    assert torch.equal(plain, before) == (op in ("a copy", "a product"))
+    assert_equal(plain, tiered)
+
+
+@pytest.mark.parametrize("name", ["batch_norm", "instance_norm"])
+def test_running_statistics_are_written_under_inference_mode(name, tmp_path):
+    plain, tiered = parameter_pair(lambda: torch.zeros(4), tmp_path)
+    x = torch.randn(6, 4, 5)
+    norm = {
+        "batch_norm": lambda p: F.batch_norm(x, p.detach(), torch.ones(4), training=True),
+        "instance_norm": lambda p: F.instance_norm(x, p.detach(), torch.ones(4)),
+    }[name]
+    for p in (plain, tiered):
+        in_inference(lambda p=p: norm(p))
+    assert plain.abs().sum() > 0
+    assert_equal(plain, tiered)
 
 
 @pytest.mark.parametrize("view", [lambda w: w.detach()[1:], lambda w: w.data.t()])

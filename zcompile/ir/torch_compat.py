@@ -309,6 +309,14 @@ def without_python_kernels(ops: Iterable[Dispatched]) -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+@cache
+def is_made_of_others(op: Dispatched) -> bool:
+    """Whether torch has one kernel for an op, for all devices, that calls other ops, and makes that
+    of it where autograd is not skipped."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(op.name(), "CompositeImplicitAutograd") and not has(op.name(), "CPU")
+
+
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     """`function` takes one list, which it may empty: the boxed calling convention."""
     function._boxed_call = True  # type: ignore[attr-defined]  # the convention's marker

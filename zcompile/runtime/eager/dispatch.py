@@ -24,6 +24,7 @@ from zcompile.errors import Unsupported
 from zcompile.ir.graph import UNANNOTATED_VIEWS
 from zcompile.ir.torch_compat import (
     Dispatched,
+    is_made_of_others,
     memory_of,
     resolving_views,
     says_not_resizable,
@@ -94,17 +95,41 @@ OVERWRITES = frozenset(
 """Ops that write every element without reading one: nothing need be fetched first."""
 
 
+WHOLE = frozenset(
+    op
+    for packet in (aten.gru, aten.lstm, aten.rnn_tanh, aten.rnn_relu)
+    for op in (packet.input, packet.data)
+)
+"""Ops whose kernel takes other ops, and makes other bits, by what it sees of all their operands."""
+DROPOUTS = frozenset(
+    {
+        aten.dropout.default,
+        aten.alpha_dropout.default,
+        aten.feature_dropout.default,
+        aten.feature_alpha_dropout.default,
+    }
+)
+"""Ops that give back their operand itself where they change nothing."""
+
+
+def _drops_nothing(input: object, p: float, train: bool) -> bool:
+    return p == 0 or not train
+
+
 def call(cls: type, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)` where at least one tensor is of `cls`, a tiered tensor class.
 
     raises  Unsupported for ops that change metadata in place; BudgetExceeded if a tensor does not
             fit the arena; what a transfer raises
     """
+    # Under inference_mode, and within a mode of the user's, torch has not made others of an op: its
+    # schema does not always say what it writes, or gives back a view of.
+    if is_made_of_others(func) and func not in WHOLE:
+        if func in DROPOUTS and _drops_nothing(*args, **kwargs):
+            return args[0]
+        return func.decompose(*args, **kwargs)
     if _is_view(func):
-        # Within a mode of the user's torch has not taken apart what may give a view or a copy, as
-        # `to` and `reshape` do.
-        made = func.decompose(*args, **kwargs)
-        return _view(cls, func, args, kwargs) if made is NotImplemented else made
+        return _view(cls, func, args, kwargs)
     if func is aten.add_.Tensor and _is_brought_by_autograd(cls, *args, **kwargs):
         return args[0]
     if torch.is_grad_enabled():

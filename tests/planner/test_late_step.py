@@ -40,7 +40,7 @@ from zcompile.planner.placement import Room
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
     LEAST_WINDOW,
-    NARROW_PART,
+    SMALL_WINDOW_PART,
     StepPlan,
     as_planned,
     plan_late_or_not,
@@ -379,7 +379,7 @@ def test_late_updates_are_tried_in_a_window_that_weights_do_not_pass(fast, devic
         return step_seconds(made, costs, homes)
 
     found = plan_late_or_not(step, plan, frozenset(), room(device), CHUNK, seconds)
-    window = device // NARROW_PART
+    window = device // SMALL_WINDOW_PART
     wide = wider_than(with_late_step(step, CHUNK).step, window)
     expected = [(wide, [window])] if tried else []
     assert [(pinned, windows) for pinned, windows in asked if pinned] == expected

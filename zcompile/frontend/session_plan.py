@@ -39,7 +39,7 @@ from zcompile.planner.step_plan import (
     plan_step,
     plan_whole_or_not,
     plan_with_wholes,
-    shortest,
+    planned_alone,
     stay_and_scratch,
     widened_or_not,
 )
@@ -189,7 +189,7 @@ def plan_of(
                 late_chunk_bytes,
             )
         else:
-            plan = shortest(planned, step, kept)
+            plan = planned_alone(planned, step, kept)
         plan = here_or_on_host(step, plan)
         if wholes is None:
             plan = plan_whole_or_not(step, plan, not_late, arena_bytes - window)

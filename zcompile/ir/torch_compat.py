@@ -314,7 +314,8 @@ def is_made_of_others(op: Dispatched) -> bool:
     """Whether torch has one kernel for an op, for all devices, that calls other ops, and makes that
     of it where autograd is not skipped."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(op.name(), "CompositeImplicitAutograd") and not has(op.name(), "CPU")
+    composite = has(op.name(), "CompositeImplicitAutograd")
+    return composite and not any(has(op.name(), key) for key in ("CPU", "CUDA"))
 
 
 def boxed(function: Callable[[list[Any]], Any]) -> Callable[..., Any]:

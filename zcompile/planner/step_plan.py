@@ -286,7 +286,7 @@ reads a parameter right after a step finds it updated only then."""
 LATE_LEADS, LATE_PART = (1, 4), 6
 """Runs of lead that windows for late updates have room for, and the part of the arena that is tried
 as well: few, since each is a schedule of many chunks."""
-NARROW_PART = 12
+SMALL_WINDOW_PART = 12
 """A window of this part of the arena is tried as well where some weights are wider than that, if
 there is room for all of these beside it: no placement that leaves one of them elsewhere passes such
 a window, and chunks alone need no more."""
@@ -309,7 +309,7 @@ class Planned(Protocol):
     ) -> StepPlan | None: ...
 
 
-def shortest(planned: Planned, step: StepTrace, kept: frozenset[EntryRef]) -> StepPlan:
+def planned_alone(planned: Planned, step: StepTrace, kept: frozenset[EntryRef]) -> StepPlan:
     """The plan of a step that is compared with no other."""
     plan = planned(step, kept, None)
     assert plan is not None, "every step takes less than an infinite time"
@@ -346,7 +346,7 @@ def plan_late_or_not(
     late_chunk_bytes  of an operand in a chunk of a late update, at least, where room allows
     raises        BudgetExceeded
     """
-    plan = shortest(planned, step, kept)
+    plan = planned_alone(planned, step, kept)
     all_late = with_late_step(step, chunk_bytes, least_bytes=late_chunk_bytes)
     if all_late is None or not _moves_in_steps(plan):
         return plan
@@ -358,10 +358,10 @@ def plan_late_or_not(
     with suppress(BudgetExceeded):
         if windows and (other := planned(all_late.step, kept, windows)) is not None:
             made.append(replace(other, late=all_late.forwards))
-    window = max(whole // NARROW_PART, _least_window(step, whole, least_window))
-    if (narrow := _with_wide_pinned(all_late.step, window, whole)) is not None:
+    window = max(whole // SMALL_WINDOW_PART, _least_window(step, whole, least_window))
+    if (pinning := _with_wide_pinned(all_late.step, window, whole)) is not None:
         with suppress(BudgetExceeded):
-            if (other := planned(narrow, kept, [window])) is not None:
+            if (other := planned(pinning, kept, [window])) is not None:
                 made.append(replace(other, late=all_late.forwards))
     moving = _moving(step, all_late.forwards, plan.placement, room.reach)
     ways: list[Callable[[], LateStep | None]] = [lambda: all_late]
@@ -561,7 +561,7 @@ def plan_with_wholes(step: StepTrace, planned: Planned, wanted: frozenset[EntryR
     planned  makes a plan
     raises   BudgetExceeded
     """
-    return replace(shortest(planned, with_wholes(step, wanted), NO_WHOLES), wholes=wanted)
+    return replace(planned_alone(planned, with_wholes(step, wanted), NO_WHOLES), wholes=wanted)
 
 
 def plan_whole_or_not(

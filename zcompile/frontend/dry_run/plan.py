@@ -194,8 +194,10 @@ def terms_of(config: Config, machine: Machine | str | Path | None = None) -> Ter
     config = config.in_bytes(named.tiers) if isinstance(named, Machine) else settled(config)
     paced = {"h2d", "d2h"} & set(config.throttle)
     emulates = here and device.type == "cpu" and not paced
-    chunks = CHUNK_BYTES[device.type if here else "cuda"]
-    stand_in = DryRunDevice(*chunks, emulates, device)
+    most, least_late = CHUNK_BYTES[device.type if here else "cuda"]
+    stand_in = DryRunDevice(
+        chunk_bytes=most, late_chunk_bytes=least_late, emulates=emulates, torch_device=device
+    )
     found = machine_for(config, stand_in, _capacities(config) if here else None)
     if config.ranks_per_node is not None and found.ranks > 1:
         found = replace(found, ranks_per_node=config.ranks_per_node)

@@ -176,6 +176,21 @@ def test_an_update_is_late_where_its_transfers_hide_behind_forward(written):
     assert small.seconds - small.busy_s["h2d"] < roomy.seconds * 2 / 3
 
 
+def test_what_is_updated_late_lies_on_the_device_beside_all_that_rests_there(written):
+    training = training_of(read_decoder(written(estimates.GPT2)), 256)
+    updated = 3 * training.decoder.largest_parameters * training.decoder.element_bytes
+    late = 0
+    for share in range(2, 16):
+        device = share * training.weight_bytes // 8
+        found = estimate(training, with_tier(DESKTOP, "device", device), 1, Way.SAVED)
+        if found.late:
+            assert found.fits
+            rests = 4 * training.weight_bytes - found.tiers["host"] - found.tiers["disk"]
+            assert rests + updated <= found.tiers["device"] <= device
+            late += 1
+    assert late
+
+
 def test_a_better_machine_is_never_slower(large):
     machine = find("rtx3090-24gb")
     before = fastest(large, machine, 4).seconds

@@ -10,7 +10,7 @@ import torch
 import zcompile
 from zcompile.cli import main
 from zcompile.ir.units import GiB, MiB
-from zcompile.machine.model import Compute, Link, Machine
+from zcompile.machine.model import Compute, Link, Machine, with_tier
 from zcompile.planner import outlook
 
 DOCS = Path(__file__).parents[2] / "docs" / "planning.md"
@@ -36,6 +36,22 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
         model, ids = small_models.GPT(1, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
     report = zcompile.plan(model, ids, machine=SMALL)
     assert set(least) == {report.bound_seconds}
+
+
+def test_a_shadow_price_arranges_no_placement_twice(monkeypatch):
+    machine = with_tier(SMALL, "device", MiB)
+    found, arrange = [], outlook.arranged
+
+    def noted(step, homes, arena):
+        found.append(tuple(homes.items()))
+        return arrange(step, homes, arena)
+
+    monkeypatch.setattr(outlook, "arranged", noted)
+    with torch.device("meta"):
+        model, ids = small_models.GPT(2, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
+    report = zcompile.plan(model, ids, machine=machine)
+    assert [shadow.tier for shadow in report.shadows] == ["device", "host"]
+    assert len(set(found)) == len(found) > 0
 
 
 @pytest.mark.slow

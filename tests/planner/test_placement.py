@@ -242,6 +242,15 @@ def test_what_is_written_late_counts_where_forward_has_time_for_it():
     )
 
 
+@pytest.mark.parametrize("number", range(1, LAYERS + 1))
+def test_of_entries_that_are_alike_those_rest_on_the_device_that_are_pinned(number):
+    made = step(SIZES)
+    pinned = EntryRef(number)
+    facts = {**made.facts, pinned: replace(made.facts[pinned], pinned=True)}
+    found = place(replace(made, facts=facts), machine(), room(MiB), NOTHING)
+    assert {ref for ref, home in found.homes.items() if home == "device"} == {pinned}
+
+
 def test_shares_are_spread_over_the_layers():
     made = step([MiB] * 16)
     placement = place(made, machine(), room(8 * MiB), NOTHING)

@@ -136,6 +136,63 @@ def test_what_another_plan_is_faster_than_for_sure_is_not_simulated():
     assert again.placement.homes == plan.placement.homes
 
 
+@pytest.fixture
+def refused(monkeypatch):
+    """The windows and placements that cannot be arranged, which are all, in turn."""
+    rows = []
+
+    def refuse(step, placement, arena, seconds, known=None):
+        rows.append((arena.window_bytes, tuple(placement.homes.items())))
+        raise BudgetExceeded("device", 0, 1, "a step", [], "nothing")
+
+    monkeypatch.setattr(step_plan, "_planned", refuse)
+    return rows
+
+
+@pytest.mark.parametrize("share", [2.0, 1 / 4])
+def test_what_cannot_be_arranged_is_tried_once(share, refused):
+    """Also where all rests on the device, and reads copies in another dtype, say."""
+    with pytest.raises(BudgetExceeded, match="a step"):
+        planned(budget(share))
+    assert len(refused) == len(set(refused)) > 1
+
+
+def test_none_is_found_where_what_promises_enough_cannot_be_arranged(refused, monkeypatch):
+    """And all else promises too little: that there are plans, though none as fast, is no error."""
+    monkeypatch.setattr(step_plan, "HOPELESS", 1.0)
+    step, device = recorded(), budget(1 / 4)
+    windows, promised = [device // 8, device // 2], []
+    place = step_plan.place
+
+    def noted(*args):
+        promised.append(place(*args).least_seconds)
+        return place(*args)
+
+    monkeypatch.setattr(step_plan, "place", noted)
+    with pytest.raises(BudgetExceeded):
+        search(step, device, taking(), wanted=windows)
+    less, more = promised
+    assert search(step, device, taking(), wanted=windows, below_s=(less + more) / 2) is None
+    assert [window for window, _ in refused] == [*windows, windows[0]]
+
+
+def test_what_cannot_be_arranged_is_not_tried_again_as_whole_entries(monkeypatch):
+    """Where a program of whole numbers places as rounding did."""
+    rows, make, place = [], step_plan._planned, step_plan.place
+
+    def refuse_first(step, placement, arena, *more):
+        rows.append((arena, tuple(placement.homes.items())))
+        if len(rows) == 1:
+            raise BudgetExceeded("device", 0, 1, "a step", [], "nothing")
+        return make(step, placement, arena, *more)
+
+    monkeypatch.setattr(step_plan, "_planned", refuse_first)
+    monkeypatch.setattr(step_plan, "place", lambda *args: place(*args[:-1], False))
+    monkeypatch.setattr(step_plan, "ROUNDED_BADLY", 1.0)
+    assert search(recorded(), budget(1 / 4), lambda *_: 30.0).seconds == 30.0
+    assert len(rows) == len(set(rows)) > 1
+
+
 def test_with_room_for_everything_nothing_is_left_to_stream():
     plan = plan_of(2 * state_bytes())
     assert plan.arena.window_bytes == 0

@@ -81,9 +81,12 @@ def _is_of_share(value: ReadValue, row: Row, weight: Column) -> bool:
 
 
 def bytes_at_once(program: RegionProgram, room_bytes: int) -> Iterator[tuple[EntryIndex, int]]:
-    """Of each value that regions read where it rests, if that is on the device: its entry, and the
-    bytes of the arena that are taken if it is fetched. That is its slot, and where its update is
-    late, one chunk of the other operands beside it.
+    """The entry of each value that a region of `program` reads, and the bytes of the arena that the
+    value takes while it is read, if the entry does not rest on the device: its slot, and where its
+    update is late, one chunk of the other operands beside it.
+
+    Left out are values that take a slot wherever their entries rest (copies in another dtype, and
+    what is gathered from shares), and those of entries that do not outlive a step.
 
     room_bytes  that everything streams through
     """

@@ -414,9 +414,13 @@ def shadow_prices(
         again_s = planned.seconds
         # The window may be as small as a placement of whole numbers let it be, and no other does.
         # No worse than the plan: with more memory it could stay as it is.
+        tried = [planned.placement.homes]
         for whole in (False, True):
             within_beside = replace(larger, nbytes=beside)
             found = place(step, machine, within_beside, demand.phases_s, stay, whole)
+            if found.homes in tried:
+                continue
+            tried.append(found.homes)
             with suppress(BudgetExceeded):
                 made_again = arranged(step, found.homes, planned.arena)
                 again_s = min(again_s, step_seconds(made_again, costs, found.homes))

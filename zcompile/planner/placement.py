@@ -116,9 +116,12 @@ def group(
             sets.setdefault(together.get(ref, ref), []).append(ref)
     alike: dict[object, list[tuple[EntryRef, ...]]] = {}
     for refs in sets.values():
-        kinds = [(step.facts[ref].nbytes, step.facts[ref].kind) for ref in refs]
+        facts = [step.facts[ref] for ref in refs]
         used = [sorted((p.value, u) for p, u in uses[ref].items()) for ref in refs]
-        key = tuple((*kind, *phases) for kind, phases in zip(kinds, used, strict=True))
+        key = tuple(
+            (fact.nbytes, fact.kind, fact.pinned, *phases)
+            for fact, phases in zip(facts, used, strict=True)
+        )
         alike.setdefault(key, []).append(tuple(refs))
     return [_group(found, step, uses, together, machine, room) for found in alike.values()]
 

@@ -171,8 +171,8 @@ def plan_step(
     wanted: Sequence[int] | None = None,
     below_s: float = inf,
 ) -> StepPlan | None:
-    """The fastest of the plans tried, or the first that is near the bound; None, if no placement
-    promises a step of less than `below_s` seconds.
+    """The fastest of the plans tried, or the first that is near the bound; None, if none was made
+    and no placement that is left to try promises a step of less than `below_s` seconds.
 
     machine  links and rates
     room     bytes of each tier for the entries of this step, the whole arena among them
@@ -193,13 +193,15 @@ def plan_step(
     beside = cache(partial(_beside, step, machine, room, compute_seconds, stay))
     if wanted is None:
         still = beside(0)
-        if (
-            _needs_no_window(still, arena)
-            and _beside_pinned(step, still, 0) <= room.nbytes["device"]
-        ):
-            with suppress(BudgetExceeded):
-                # Nothing moves: no other plan is faster.
-                return _planned(step, still, replace(arena, depth=DEPTH), seconds, known)
+        if _needs_no_window(still, arena):
+            if _beside_pinned(step, still, 0) > room.nbytes["device"]:
+                crowded.append((0, still))
+            else:
+                try:
+                    # Nothing moves: no other plan is faster.
+                    return _planned(step, still, replace(arena, depth=DEPTH), seconds, known)
+                except BudgetExceeded as error:
+                    refused = 0, error.with_traceback(None)
         windows = list(_windows(step, room.nbytes["device"], arena, beside))
     else:
         windows = [(window, beside(window)) for window in wanted]
@@ -224,8 +226,6 @@ def plan_step(
         if plan.seconds <= NEAR * least_s:
             return plan
         made.append(plan)
-        if not window:
-            break  # nothing moves
     if not made:
         if crowded:
             raise _too_crowded(step, room, arena, crowded)
@@ -371,6 +371,8 @@ def plan_late_or_not(
         late = way()
         if late is None or not can_stay(late.step, plan.placement.stay, room.held_bytes, kept):
             continue
+        if late is all_late and any(_is_planned_as(other, plan) for other in made):
+            break  # the search has found that placement
         with suppress(BudgetExceeded):
             found = _planned(late.step, plan.placement, plan.arena, seconds)
             made.append(replace(found, late=late.forwards))
@@ -379,6 +381,11 @@ def plan_late_or_not(
     takes_s = partial(_takes_s, step, commit_bytes_per_s)
     best = min(made, key=takes_s, default=plan)
     return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
+
+
+def _is_planned_as(plan: StepPlan, other: StepPlan) -> bool:
+    """Whether two plans have everything rest in the same places, and stream through one window."""
+    return plan.arena == other.arena and plan.placement.homes == other.placement.homes
 
 
 def _with_wide_pinned(step: StepTrace, window: int, whole: int) -> StepTrace | None:
@@ -775,14 +782,18 @@ def _in_whole_entries(
     beside: Beside,
 ) -> list[tuple[int, Placement]]:
     """Those of the windows with which a placement by whole numbers promises a step that is well
-    below all that were made, with that placement; the most promising first.
+    below all that were made, with that placement, if it is another than the rounded one, which was
+    tried; the most promising first.
 
     beside  makes one
     """
     best = min(plan.placement.rounded_seconds for plan in made) / ROUNDED_BADLY
-    lossy = [window for window, placement in windows if placement.least_seconds < best]
-    rows = [(window, beside(window, whole=True)) for window in lossy]
-    rows = [row for row in rows if row[1].rounded_seconds < best]
+    rows = []
+    for window, rounded in windows:
+        if rounded.least_seconds < best:
+            whole = beside(window, whole=True)
+            if whole.rounded_seconds < best and whole.homes != rounded.homes:
+                rows.append((window, whole))
     return sorted(rows, key=lambda row: (row[1].rounded_seconds, row[0]))
 
 
@@ -799,8 +810,6 @@ def _windows(
     whole   bytes of the arena
     beside  makes such a placement
     """
-    if _needs_no_window(everything := beside(0), arena):
-        yield 0, everything
     pinned = _pinned_bytes(step)
     free = max(0, whole - pinned)
     least = _least_window(step, whole, arena.window_bytes)

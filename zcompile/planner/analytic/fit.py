@@ -116,22 +116,22 @@ def _estimate(training: Training, machine: Machine, batch: int, way: Way, late: 
     # Gradients stay where activations were, until the optimizer has read them. Where not all have
     # room there, one is on its way beside them.
     held += 0 if gradients <= held else largest
-    # Late updates have one parameter with its states on its way, beside activations; without them
-    # one weight is, where weights stream.
-    held += largest * (1 + training.states) if late else 0
-    on_its_way = 0 if late else largest
+    # Beside activations and gradients one parameter is on its way with its states, where updates
+    # are late; one weight, where they are not, and weights stream.
+    updated = largest * (1 + training.states) if late else 0
     # What rests where.
     device, host = machine.tiers["device"], machine.tiers["host"]
     host -= staging_size(host).nbytes
     disk = machine.tiers.get("disk", 0)
     lacks: dict[str, int] = {}
-    resident = weights if held + weights <= device else device - held - on_its_way
+    all_rest = held + updated + weights <= device
+    beside = updated if late or all_rest else largest
+    resident = weights if all_rest else device - held - beside
     if resident < 0:
         lacks["device"] = -resident
     resident = min(weights, max(0, resident))
-    room = max(0, device - held - resident - (on_its_way if resident < weights else 0))
-    states_here = min(states, room)
-    gradients_here = min(gradients, max(0, device - resident - states_here))
+    states_here = min(states, max(0, device - held - beside - resident))
+    gradients_here = min(gradients, max(0, device - beside - resident - states_here))
     activations = inputs if way is Way.RECOMPUTED_FROM_HOST else 0
     if activations > host:
         lacks["host"] = activations - host
@@ -164,7 +164,7 @@ def _estimate(training: Training, machine: Machine, batch: int, way: Way, late: 
     update.move("disk_read", sum(on_disk))
     update.move("disk_write", on_disk[0] + on_disk[2])
     tiers = {
-        "device": resident + states_here + max(held, gradients_here),
+        "device": resident + states_here + beside + max(held, gradients_here),
         "host": activations + sum(away) - sum(on_disk),
         "disk": sum(on_disk),
     }

@@ -245,6 +245,20 @@ def test_forward_and_backward_are_arranged_once_for_plans_that_differ_in_the_ste
         assert [told(call.schedule) for call in calls] == [told(call.schedule) for call in alone]
 
 
+@pytest.mark.parametrize("reach", [False, True])
+def test_they_are_arranged_once_for_all_places_that_are_fetched_from_alike(reach):
+    """Compute reads in place what rests on a host that it reaches; else host and disk are alike."""
+    known, share = {}, ArenaShare(state_bytes() // 4, 64, LEAST_CHUNK, reach)
+    homes = [dict.fromkeys(recorded().facts, home) for home in ("host", "disk")]
+    made = [arranged(recorded(), each, share, known).calls for each in homes]
+    for one, other in zip(*made, strict=True):
+        alike = one.phase is not Phase.STEP and not reach
+        assert (one.schedule is other.schedule) == alike
+    for calls, each in zip(made, homes, strict=True):
+        alone = arranged(recorded(), each, share).calls
+        assert [told(call.schedule) for call in calls] == [told(call.schedule) for call in alone]
+
+
 def test_what_is_asked_to_be_left_is_left():
     plan = planned(2 * state_bytes(), window_bytes=MiB)
     assert plan.arena.window_bytes >= MiB

@@ -236,7 +236,7 @@ def arranged(
         at = tuple(homes.get(ref, step.facts[ref].home) for ref in call.entries)
         stay = call.making(held)
         share = arena.of(call.phase)
-        key = call.schedule.serial, at, stay, share
+        key = call.schedule.serial, _told_apart(at, call.phase, arena), stay, share
         if key not in made:
             made[key] = _arranged(call.schedule, at, stay, arena)
         schedule, holds = made[key], call.schedule.holds
@@ -247,6 +247,15 @@ def arranged(
         calls.append(replace(call, schedule=as_held[both]))
     facts = {ref: replace(f, home=homes.get(ref, f.home)) for ref, f in step.facts.items()}
     return replace(step, calls=tuple(calls), facts=facts)
+
+
+def _told_apart(homes: tuple[str, ...], phase: Phase, arena: ArenaShare) -> tuple[str, ...]:
+    """The homes as far as `_arranged` tells them apart: in forward and backward, what is fetched
+    comes alike from everywhere."""
+    if phase is Phase.STEP:
+        return homes
+    apart = ON_DEVICE | {"host"} if arena.reach else ON_DEVICE
+    return tuple(home if home in apart else "" for home in homes)
 
 
 def _arranged(

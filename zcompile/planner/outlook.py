@@ -20,6 +20,7 @@ from zcompile.machine.model import TIERS, Machine
 from zcompile.machine.staging import backlog_bytes, behind_bytes, staging_size
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
+from zcompile.planner.exchanges import exchanged
 from zcompile.planner.floor import Floor, floor
 from zcompile.planner.host_step import demand_on_host, floor_on_host, reaching
 from zcompile.planner.late_step import with_all_late
@@ -271,6 +272,7 @@ def evaluated(
     elif several and terms.stage != 3:
         planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
     planned = widened_or_not(step, planned, arena_bytes, seconds)
+    planned = exchanged(step, planned, seconds, lambda made, homes: simulate(made, costs, homes))
     step, base = as_planned(step, planned), step
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes
@@ -404,28 +406,36 @@ def shadow_prices(
     """
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
+    window, stay = planned.arena.window_bytes, planned.placement.stay
+
+    def placed_s(room: Room) -> float:
+        """Seconds of a step with entries placed in `room` anew: by fractions, or in whole numbers,
+        where the window may be as small as these let it be."""
+        beside = replace(room, nbytes={**room.nbytes, "device": room.nbytes["device"] - window})
+        found_s, tried = inf, None
+        for whole in (False, True):
+            homes = place(step, machine, beside, demand.phases_s, stay, whole).homes
+            if homes == planned.placement.homes:
+                return min(found_s, planned.seconds)
+            if homes != tried:
+                with suppress(BudgetExceeded):
+                    made = arranged(step, homes, planned.arena)
+                    found_s = min(found_s, step_seconds(made, costs, homes))
+            tried = homes
+        return found_s
+
+    # With entries as they would be placed here, and not where exchanges brought them: so they will
+    # be in more room.
+    now_s = placed_s(room)
+    if now_s == inf:
+        now_s = planned.seconds
     made = []
     for tier in ("device", "host"):
         nbytes = room.nbytes[tier]
         larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
-        window = planned.arena.window_bytes
-        beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
-        stay = planned.placement.stay
-        again_s = planned.seconds
-        # The window may be as small as a placement of whole numbers let it be, and no other does.
-        # No worse than the plan: with more memory it could stay as it is.
-        tried = [planned.placement.homes]
-        for whole in (False, True):
-            within_beside = replace(larger, nbytes=beside)
-            found = place(step, machine, within_beside, demand.phases_s, stay, whole)
-            if found.homes in tried:
-                continue
-            tried.append(found.homes)
-            with suppress(BudgetExceeded):
-                made_again = arranged(step, found.homes, planned.arena)
-                again_s = min(again_s, step_seconds(made_again, costs, found.homes))
+        again_s = min(now_s, placed_s(larger))  # no worse: all could stay as it is
         dearer = replace(within, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
-        saved_s = (planned.seconds - again_s) * MORE_BYTES / more
+        saved_s = (now_s - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds
         made.append(Shadow(tier, less_s, saved_s, more))
     return tuple(made)

@@ -378,7 +378,7 @@ def plan_late_or_not(
             made.append(replace(found, late=late.forwards))
             break
 
-    takes_s = partial(_takes_s, step, commit_bytes_per_s)
+    takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
     best = min(made, key=takes_s, default=plan)
     return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
 
@@ -399,7 +399,7 @@ def _with_wide_pinned(step: StepTrace, window: int, whole: int) -> StepTrace | N
     return replace(step, facts=facts)
 
 
-def _takes_s(step: StepTrace, commit_bytes_per_s: float | None, plan: StepPlan) -> float:
+def seconds_with_commit(step: StepTrace, commit_bytes_per_s: float | None, plan: StepPlan) -> float:
     """Seconds of a step of a plan, with the commit behind it, if there is one."""
     if commit_bytes_per_s is None:
         return plan.seconds
@@ -433,7 +433,7 @@ def plan_on_host_or_not(
     room     bytes of each tier for the entries of this step, the whole arena among them
     least_window, commit_bytes_per_s  as of `plan_late_or_not`
     """
-    takes_s = partial(_takes_s, step, commit_bytes_per_s)
+    takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
     if room.reach or not (_moves_in_steps(plan) or plan.late):
         return plan
     marked = with_host_updates(step)
@@ -681,6 +681,24 @@ def _refined(
                 with suppress(BudgetExceeded):
                     deeper = replace(plan.arena, depth=DEEP, scratch=room)
                     yield _planned(step, plan.placement, deeper, seconds, known)
+
+
+def with_homes(
+    plan: StepPlan,
+    step: StepTrace,
+    homes: Mapping[EntryRef, str],
+    seconds: Seconds,
+    known: Arrangements | None = None,
+) -> StepPlan:
+    """`plan` with entries on other tiers, and all else as it is.
+
+    step    that the plan was arranged from (`as_planned`)
+    known   what was arranged of that before; is added to
+    raises  BudgetExceeded
+    """
+    placement = replace(plan.placement, homes=homes)
+    found = _planned(step, placement, plan.arena, seconds, known)
+    return replace(plan, placement=placement, step=found.step, seconds=found.seconds)
 
 
 def at_rest(

@@ -1,0 +1,225 @@
+"""Entries of one size change places where compute waits for one of them."""
+
+import functools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from dry_runs import SMALL
+from torch import nn
+
+from zcompile.config import Config
+from zcompile.frontend.dry_run.plan import terms_of, trace
+from zcompile.ir.step import StepTrace
+from zcompile.ir.types import EntryKind, EntryRef
+from zcompile.ir.units import GiB, KiB, MiB
+from zcompile.machine.cost import Costs, TransferModes
+from zcompile.passes.arrange import ArenaShare
+from zcompile.planner import exchanges
+from zcompile.planner.exchanges import IN_VAIN, TRIES, exchanged
+from zcompile.planner.host_step import with_host_updates
+from zcompile.planner.placement import Placement
+from zcompile.planner.simulator import simulate, step_seconds
+from zcompile.planner.step_plan import StepPlan, with_homes
+from zcompile.verify.schedule import verify_schedule
+
+LAYERS, WIDTH, BATCH = 6, 160, 64
+NBYTES = WIDTH * WIDTH * 4
+COSTS = Costs(SMALL, TransferModes())
+WINDOW = 4 * NBYTES
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        self.wide = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.layers(x)).square().mean()
+
+
+@functools.cache
+def recorded() -> StepTrace:
+    """A step of linear layers, traced for a device that holds it all."""
+    torch._dynamo.reset()
+    machine = replace(SMALL, tiers={**SMALL.tiers, "device": 64 * MiB, "host": GiB})
+    terms = replace(terms_of(Config(device="cpu"), machine), bounded=True)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
+    return trace(Stack(), (torch.randn(BATCH, WIDTH),), terms, sgd, 1).step
+
+
+def ref_of(name: str) -> EntryRef:
+    return next(ref for ref, fact in recorded().facts.items() if fact.name == name)
+
+
+def seconds(made, homes) -> float:
+    return step_seconds(made, COSTS, homes)
+
+
+def timeline(made, homes):
+    return simulate(made, COSTS, homes)
+
+
+def planned(*on_disk: str, step: StepTrace | None = None) -> StepPlan:
+    """A plan with those entries on disk, and all that is large else on the host."""
+    step = recorded() if step is None else step
+    large = {ref: fact for ref, fact in step.facts.items() if fact.nbytes >= NBYTES}
+    homes = {ref: "host" if ref in large else "device" for ref in step.facts}
+    homes |= {ref: "disk" for ref, fact in large.items() if fact.name in on_disk}
+    arena = ArenaShare(WINDOW, 64, 16 * KiB, nbytes=64 * MiB)
+    blank = StepPlan(Placement(homes, 0.0, 0.0), arena, step, 0.0)
+    return with_homes(blank, step, homes, seconds)
+
+
+FIRST_TWO = [
+    f"layers.{layer}.weight{of}" for layer in (0, 1) for of in ("", ".grad", ".momentum_buffer")
+]
+"""All that two updates read rests on disk, and nothing of the others."""
+
+
+def bytes_on(plan: StepPlan) -> Counter[str]:
+    counted = Counter[str]()
+    for ref, home in plan.placement.homes.items():
+        counted[home] += recorded().facts[ref].nbytes
+    return counted
+
+
+def test_what_is_waited_for_changes_places_with_what_is_not():
+    plan = planned(*FIRST_TWO)
+    found = exchanged(recorded(), plan, seconds, timeline)
+    assert found.seconds < 0.95 * plan.seconds
+    assert found.seconds == seconds(found.step, found.placement.homes)
+    assert bytes_on(found) == bytes_on(plan)
+    assert found.placement.homes != plan.placement.homes
+    for call in found.step.calls:
+        verify_schedule(call.schedule)
+
+
+def not_asked(*_):
+    raise AssertionError("an exchange was tried")
+
+
+def test_nothing_is_tried_where_compute_hardly_waits():
+    plan = planned(*FIRST_TWO)
+
+    def busy(made, homes):
+        times = timeline(made, homes)
+        return replace(times, step_s=(1 + exchanges.WAITS) * times.stall_s)
+
+    assert exchanged(recorded(), plan, not_asked, busy) is plan
+
+
+def asked(takes_s):
+    """Simulations that take these seconds; and the homes that they were asked for."""
+    homes_asked = []
+
+    def of(made, homes) -> float:
+        homes_asked.append(homes)
+        return takes_s(len(homes_asked))
+
+    return of, homes_asked
+
+
+def test_the_search_ends_when_nothing_is_gained():
+    plan = planned(*FIRST_TWO)
+    vain, homes_asked = asked(lambda n: plan.seconds)
+    assert exchanged(recorded(), plan, vain, timeline) is plan
+    assert len(homes_asked) == IN_VAIN
+
+
+def test_the_search_ends_after_some_tries_even_if_each_gains():
+    plan = planned(*FIRST_TWO)
+    better, homes_asked = asked(lambda n: plan.seconds * 0.9**n)
+    found = exchanged(recorded(), plan, better, timeline)
+    assert len(homes_asked) == TRIES
+    assert found.placement.homes == homes_asked[-1]
+    unlike = {tuple(homes[ref] for ref in recorded().facts) for homes in homes_asked}
+    assert len(unlike) == TRIES
+
+
+def test_each_exchange_is_of_two_entries_of_one_size():
+    plan = planned(*FIRST_TWO)
+    vain, homes_asked = asked(lambda n: plan.seconds)
+    exchanged(recorded(), plan, vain, timeline)
+    for homes in homes_asked:
+        moved = [ref for ref, home in plan.placement.homes.items() if homes[ref] != home]
+        assert [recorded().facts[ref].nbytes for ref in moved] == [NBYTES, NBYTES]
+        assert {homes[ref] for ref in moved} == {"host", "disk"}
+
+
+def with_pinned(*pinned: EntryRef) -> StepTrace:
+    facts = recorded().facts
+    return replace(
+        recorded(), facts=facts | {ref: replace(facts[ref], pinned=True) for ref in pinned}
+    )
+
+
+def test_operands_of_one_update_are_not_exchanged_with_each_other():
+    """Compute waits for the last of them, whichever that is."""
+    others = [r for r, f in recorded().facts.items() if not f.name.startswith("layers.0.weight")]
+    step = with_pinned(*others)
+    plan = planned("layers.0.weight.momentum_buffer", step=step)
+    waits = timeline(plan.step, plan.placement.homes)
+    assert waits.stall_s * exchanges.WAITS > waits.step_s
+    assert exchanged(step, plan, not_asked, timeline) is plan
+
+
+def test_entries_of_different_sizes_are_not_exchanged():
+    of = ("layers.0.weight", "wide.weight")
+    others = [ref for ref, fact in recorded().facts.items() if not fact.name.startswith(of)]
+    step = with_pinned(*others)
+    plan = planned(*FIRST_TWO, step=step)
+    assert exchanged(step, plan, not_asked, timeline) is plan
+
+
+def test_what_is_pinned_stays():
+    pinned = ref_of("layers.0.weight")
+    step = with_pinned(pinned)
+    plan = planned(*FIRST_TWO, step=step)
+    better, homes_asked = asked(lambda n: plan.seconds * 0.9**n)
+    exchanged(step, plan, better, timeline)
+    assert homes_asked
+    assert {homes[pinned] for homes in homes_asked} == {"disk"}
+
+
+def test_operands_of_updates_of_the_host_rest_there_together():
+    marked = with_host_updates(recorded(), {ref_of("layers.5.weight")})
+    assert marked is not None
+    plan = replace(planned(*FIRST_TWO, step=marked), on_host=frozenset({ref_of("layers.5.weight")}))
+    better, homes_asked = asked(lambda n: plan.seconds * 0.9**n)
+    exchanged(recorded(), plan, better, timeline)
+    assert homes_asked
+    of_host = [r for r, f in recorded().facts.items() if f.name.startswith("layers.5.weight")]
+    assert len(of_host) == 3
+    assert {homes[ref] for homes in homes_asked for ref in of_host} == {"host"}
+
+
+def test_a_commit_counts():
+    """What leaves the disk is written there by every commit."""
+    plan = planned(*FIRST_TWO)
+    lasting = [r for r, f in recorded().facts.items() if f.kind is not EntryKind.GRAD]
+
+    def committed(homes) -> int:
+        return sum(recorded().facts[ref].nbytes for ref in lasting if homes[ref] != "disk")
+
+    better, homes_asked = asked(lambda n: plan.seconds * 0.999**n)
+    found = exchanged(recorded(), plan, better, timeline, commit_bytes_per_s=1.0)
+    assert any(committed(homes) > committed(plan.placement.homes) for homes in homes_asked)
+    assert committed(found.placement.homes) <= committed(plan.placement.homes)
+
+
+@pytest.mark.parametrize("kind", [EntryKind.PARAM, EntryKind.STATE, EntryKind.GRAD])
+def test_of_one_update_all_operands_are_waited_for_together(kind):
+    """The operand that came last is the one that is waited for; any of them may be exchanged."""
+    plan = planned(*FIRST_TWO)
+    vain, homes_asked = asked(lambda n: plan.seconds)
+    exchanged(recorded(), plan, vain, timeline)
+    kinds = {
+        recorded().facts[ref].kind
+        for homes in homes_asked
+        for ref, home in plan.placement.homes.items()
+        if home == "disk" != homes[ref]
+    }
+    assert kind in kinds

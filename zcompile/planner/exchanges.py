@@ -1,0 +1,148 @@
+"""Exchanges the homes of two entries of one size where compute waits for one of them.
+
+The linear program that places entries (`planner/placement.py`) weighs each phase as a whole. Which
+entries of a group rest far away it leaves open, and each group spreads its own over the order of
+use, so that all operands of one update may rest far away, and of the next none. Where links have as
+much to do as compute, the first is waited for, and behind it a link is idle.
+
+So a plan that is made is simulated. Where compute waits for entries, one that is waited for changes
+places with one of the same size that rests nearer by, and is an operand of an update that is waited
+for less. What the simulator finds faster stays. Every tier holds as many bytes as before. Pure.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from heapq import nlargest, nsmallest
+from itertools import combinations, groupby, product
+
+from zcompile.errors import BudgetExceeded
+from zcompile.ir.step import StepTrace, Timeline
+from zcompile.ir.types import SMALL_BYTES, EntryRef
+from zcompile.machine.model import TIERS
+from zcompile.passes.arrange import Arrangements
+from zcompile.planner.placement import PLACED, operands_of_host_updates
+from zcompile.planner.step_plan import (
+    Seconds,
+    StepPlan,
+    as_planned,
+    seconds_with_commit,
+    with_homes,
+)
+
+WAITS = 20
+"""Exchanges are tried as long as compute waits for entries for more than one part in so many of a
+step."""
+TRIES, IN_VAIN = 24, 4
+"""Exchanges that are tried at most, and in a row without success: each costs an arrangement and a
+simulation."""
+GAINS = 1.0005
+"""A step must be so many times as fast after an exchange: many small gains take long to find."""
+
+Simulate = Callable[[StepTrace, Mapping[EntryRef, str]], Timeline]
+"""(arranged step, homes of its entries) -> its times."""
+
+
+def exchanged(
+    step: StepTrace,
+    plan: StepPlan,
+    seconds: Seconds,
+    simulate: Simulate,
+    commit_bytes_per_s: float | None = None,
+) -> StepPlan:
+    """`plan`, or a faster one with as many bytes on each tier.
+
+    step     as it was recorded
+    seconds, simulate   simulate an arranged step: for its length alone, or all of it
+    commit_bytes_per_s  as of `plan_late_or_not`
+    """
+    made_for, known, updates = as_planned(step, plan), Arrangements(), _updates(step)
+    tried, in_vain = {tuple(plan.placement.homes.values())}, 0
+    takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
+    best, best_s = plan, takes_s(plan)
+    exchanges = _exchanges(made_for, best, updates, simulate)
+    while in_vain < IN_VAIN and len(tried) <= TRIES and (pair := next(exchanges, None)) is not None:
+        homes, (near, far) = dict(best.placement.homes), pair
+        homes[near], homes[far] = homes[far], homes[near]
+        if (as_tried := tuple(homes.values())) in tried:
+            continue
+        tried.add(as_tried)
+        in_vain += 1
+        with suppress(BudgetExceeded):
+            found = with_homes(best, made_for, homes, seconds, known)
+            found_s = takes_s(found)
+            if found_s * GAINS < best_s:
+                best, best_s, in_vain = found, found_s, 0
+                exchanges = _exchanges(made_for, best, updates, simulate)
+    return best
+
+
+def _exchanges(
+    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], simulate: Simulate
+) -> Iterator[tuple[EntryRef, EntryRef]]:
+    """Entries to exchange, (nearer by, farther away), those that promise most first.
+
+    step     that `plan` was arranged from
+    updates  as of `_updates`
+    """
+    homes = plan.placement.homes
+    times = simulate(plan.step, homes)
+    waits = dict.fromkeys(updates.values(), 0.0)
+    for ref, awaited_s in _awaited(plan.step, times).items():
+        update = updates.get(ref, ref)
+        waits[update] = waits.get(update, 0.0) + awaited_s
+    if sum(waits.values()) * WAITS <= times.step_s:
+        return
+
+    def waited_s(ref: EntryRef) -> float:
+        return waits.get(updates.get(ref, ref), 0.0)
+
+    def promises(pair: tuple[EntryRef, EntryRef]) -> float:
+        return waited_s(pair[1]) - waited_s(pair[0])
+
+    found = list[tuple[EntryRef, EntryRef]]()
+    movable = sorted(_movable(step, homes), key=lambda ref: step.facts[ref].nbytes)
+    for _, alike in groupby(movable, key=lambda ref: step.facts[ref].nbytes):
+        on = {tier: list[EntryRef]() for tier in TIERS}
+        for ref in alike:
+            on[homes[ref]].append(ref)
+        for near, far in combinations(TIERS, 2):
+            least = nsmallest(IN_VAIN, on[near], key=waited_s)
+            found += product(least, nlargest(IN_VAIN, on[far], key=waited_s))
+    yield from sorted((pair for pair in found if promises(pair) > 0), key=promises, reverse=True)
+
+
+def _updates(step: StepTrace) -> dict[EntryRef, EntryRef]:
+    """Each operand of an update -> the first operand of it. What no update has is by itself."""
+    rows = ((call, row) for call in step.calls for row in call.schedule.rows)
+    found = dict[EntryRef, EntryRef]()
+    for call, row in rows:
+        refs = [call.entries[column.entry] for column in row.columns]
+        found |= dict.fromkeys(refs, refs[0])
+    return found
+
+
+def _awaited(step: StepTrace, times: Timeline) -> dict[EntryRef, float]:
+    """Entries of an arranged step that compute waits for -> the seconds that it does."""
+    brought = [
+        {x.ticket: call.entries[x.home.entry] for x in call.schedule.effects if x.home is not None}
+        for call in step.calls
+    ]
+    waits = dict[EntryRef, float]()
+    for moment in times.moments:
+        if moment.stall_s > 0:
+            of = brought[moment.call]
+            refs = {of[ticket] for ticket in moment.instruction.effects.after if ticket in of}
+            for ref in refs:
+                waits[ref] = waits.get(ref, 0.0) + moment.stall_s / len(refs)
+    return waits
+
+
+def _movable(step: StepTrace, homes: Mapping[EntryRef, str]) -> Iterator[EntryRef]:
+    """Entries that may rest on any tier. Operands of updates of the host rest there together."""
+    together = operands_of_host_updates(step)
+    for ref, home in homes.items():
+        fact = step.facts[ref]
+        large = fact.kind in PLACED and fact.nbytes > SMALL_BYTES
+        if large and home in TIERS and not fact.pinned and ref not in together:
+            yield ref

@@ -161,13 +161,11 @@ def holder(tmp_path):
 
 
 @pytest.mark.slow  # so is it below, before that process is killed
-@pytest.mark.timeout(60)
 def test_another_process_is_refused_with_its_pid(open_tier, holder):
     with pytest.raises(DiskOwned, match=f"in use by process {holder.pid}"):
         open_tier()
 
 
-@pytest.mark.timeout(60)
 def looked_at(directory):
     """As `zinf disk ls` asks who uses it. A process that is no more says that it does."""
     (directory / LOCK_NAME).write_text("999999 since 2026-01-02 03:04:05\n")
@@ -176,6 +174,7 @@ def looked_at(directory):
     return fd
 
 
+@pytest.mark.timeout(60)
 def test_who_only_asks_who_uses_a_directory_does_not_use_it(open_tier, tmp_path):
     timer = threading.Timer(0.1, os.close, [looked_at(tmp_path)])
     timer.start()

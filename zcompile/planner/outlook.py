@@ -24,7 +24,7 @@ from zcompile.planner.floor import Floor, floor
 from zcompile.planner.host_step import demand_on_host, floor_on_host, reaching
 from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
-from zcompile.planner.placement import Room, group, lane_seconds, place
+from zcompile.planner.placement import Placement, Room, group, lane_seconds, place
 from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import (
     UNBOUNDED_LEAD,
@@ -404,20 +404,24 @@ def shadow_prices(
     """
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
+    window, stay = planned.arena.window_bytes, planned.placement.stay
+    groups = group(step, machine, room, stay)
+
+    def placed(tiers: Mapping[str, int]) -> list[Placement]:
+        """Beside the window, which may be as small as a placement of whole numbers let it be, and
+        no other does."""
+        left = replace(room, nbytes={**tiers, "device": tiers["device"] - window})
+        terms = (step, machine, left, demand.phases_s, stay)
+        return [place(*terms, whole, groups) for whole in (False, True)]
+
+    # No worse than the plan: with more memory it could stay as it is. Nor is it better where
+    # more memory is of no use.
+    known = [planned.placement.homes, *(found.homes for found in placed(room.nbytes))]
     made = []
     for tier in ("device", "host"):
         nbytes = room.nbytes[tier]
-        larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
-        window = planned.arena.window_bytes
-        beside = {**larger.nbytes, "device": larger.nbytes["device"] - window}
-        stay = planned.placement.stay
-        again_s = planned.seconds
-        # The window may be as small as a placement of whole numbers let it be, and no other does.
-        # No worse than the plan: with more memory it could stay as it is.
-        tried = [planned.placement.homes]
-        for whole in (False, True):
-            within_beside = replace(larger, nbytes=beside)
-            found = place(step, machine, within_beside, demand.phases_s, stay, whole)
+        again_s, tried = planned.seconds, [*known]
+        for found in placed({**room.nbytes, tier: nbytes + more}):
             if found.homes in tried:
                 continue
             tried.append(found.homes)

@@ -509,6 +509,7 @@ def place(
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef] = frozenset(),
     whole: bool = False,
+    groups: Sequence[Group] | None = None,
 ) -> Placement:
     """The placement of every weight, gradient and state in `step`. Pure.
 
@@ -516,8 +517,9 @@ def place(
     stay             the gradients that stay where compute makes them
     whole            place whole entries by a program of whole numbers, and not by one of fractions
                      that are rounded; where that finds none, the latter
+    groups           what `group` finds, for a caller that places a step several times
     """
-    groups = group(step, machine, room, stay)
+    groups = group(step, machine, room, stay) if groups is None else groups
     room = _spared(room, sum(aligned(step.facts[ref].nbytes) for ref in stay))
     pinned = [g for g in groups if step.facts[g.refs[0]].pinned]
     room = _without(room, pinned)

@@ -119,13 +119,13 @@ def test_a_quick_packing_lies_apart_between_what_pack_needs_and_first_fit(blocks
     assert pack_quickly(list(blocks)) == addresses
 
 
-@pytest.mark.parametrize("many", [allocator.MANY, 1])
+@pytest.mark.parametrize("few", [allocator.FEW, 0])
 @settings(deadline=None, derandomize=True)
 @given(some_blocks())
-def test_whether_a_quick_packing_fits_is_told_without_making_all_of_it(many, blocks):
+def test_whether_a_quick_packing_fits_is_told_without_making_all_of_it(few, blocks):
     needed = packed_bytes(blocks, pack_quickly(blocks))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allocator, "MANY", many)  # as over lists and over arrays
+        patch.setattr(allocator, "FEW", few)  # as over sections and over arrays
         for budget in {0, live_peak(blocks), needed - ALIGNMENT, needed - 1, needed, 2 * needed}:
             assert fits_quickly(blocks, budget) is (needed <= budget), budget
 
@@ -259,9 +259,9 @@ def test_some_streams_do_not_fit_into_what_is_alive_and_get_the_least_there_is()
     assert fits(blocks, 18 * ALIGNMENT - 1) is None
 
 
-@pytest.mark.parametrize("many", [allocator.MANY, 1])
-def test_what_no_quick_packing_fits_is_told_block_by_block(monkeypatch, many):
-    monkeypatch.setattr(allocator, "MANY", many)
+@pytest.mark.parametrize("few", [allocator.FEW, 0])
+def test_what_no_quick_packing_fits_is_told_block_by_block(monkeypatch, few):
+    monkeypatch.setattr(allocator, "FEW", few)
     blocks = [Block(first, last, units * ALIGNMENT) for first, last, units in STREAM]
     needed = packed_bytes(blocks, pack_quickly(blocks))
     assert live_peak(blocks) < needed

@@ -30,13 +30,14 @@ from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
+from zcompile.machine.staging import lane_bytes
 from zcompile.passes.arrange import ArenaShare, apply_placement, arranged, wider_than
 from zcompile.passes.late_updates import with_late_updates
 from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.planner import late_step, step_plan
 from zcompile.planner.bounds import bound, demand_of
-from zcompile.planner.late_step import with_late_step
-from zcompile.planner.placement import Room
+from zcompile.planner.late_step import with_all_late, with_late_step
+from zcompile.planner.placement import Room, place
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
     LEAST_WINDOW,
@@ -304,6 +305,28 @@ def test_what_is_wider_than_a_window_cannot_pass_it(late):
                 arranged(step, {**homes, ref: "host"}, arena)
     arranged(step, homes, arena)  # in the last
     assert counts == ([4, 4, 4, 2, 0] if late else [4, 3, 2, 0, 0])
+
+
+# Placed
+
+
+def test_what_late_updates_write_hides_behind_backward_as_far_as_the_ring_holds_it():
+    """So much less is promised, and the step is placed as before."""
+    step, ring, rates = with_all_late(traced(), CHUNK), 64 * KiB, {"disk_write": 1e6}
+    links = {name: Link(name, rates.get(name, 1e12)) for name in machine(1.0).links}
+    slow, tiers = replace(machine(1.0), links=links), {"device": 0, "host": 0, "disk": GiB}
+    # What is left of the optimizer's step, of small parameters, was told so before.
+    left = sum(x.written_bytes for c in step.calls if c.phase is Phase.STEP for x in c.uses())
+    hidden = lane_bytes(ring) + min(lane_bytes(ring), left)
+    for backward_s, hidden_s in ((100.0, hidden / 1e6), (0.0, 0.0)):
+        at_once, behind = (
+            place(step, slow, Room(tiers, ring_bytes=nbytes), {Phase.BACKWARD: backward_s})
+            for nbytes in (0, ring)
+        )
+        assert behind.homes == at_once.homes
+        for seconds in ("least_seconds", "rounded_seconds"):
+            less_s = getattr(at_once, seconds) - getattr(behind, seconds)
+            assert less_s == pytest.approx(hidden_s, rel=1e-3, abs=1e-5)
 
 
 # Planned and bounded

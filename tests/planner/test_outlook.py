@@ -39,6 +39,7 @@ def test_the_search_for_a_plan_is_told_the_least(monkeypatch):
 
 
 def test_a_shadow_price_arranges_no_placement_twice(monkeypatch):
+    """Nor one that would be found without more memory: of the host nobody needs more here."""
     machine = with_tier(SMALL, "device", MiB)
     found, arrange = [], outlook.arranged
 
@@ -51,7 +52,7 @@ def test_a_shadow_price_arranges_no_placement_twice(monkeypatch):
         model, ids = small_models.GPT(2, 64, 64), torch.zeros(2, 16, dtype=torch.int64)
     report = zcompile.plan(model, ids, machine=machine)
     assert [shadow.tier for shadow in report.shadows] == ["device", "host"]
-    assert len(set(found)) == len(found) > 0
+    assert len(found) == 1
 
 
 @pytest.mark.slow

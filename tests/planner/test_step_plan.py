@@ -187,7 +187,7 @@ def test_what_cannot_be_arranged_is_not_tried_again_as_whole_entries(monkeypatch
         return make(step, placement, arena, *more)
 
     monkeypatch.setattr(step_plan, "_planned", refuse_first)
-    monkeypatch.setattr(step_plan, "place", lambda *args: place(*args[:-1], False))
+    monkeypatch.setattr(step_plan, "place", lambda *args: place(*args[:5], False))
     monkeypatch.setattr(step_plan, "ROUNDED_BADLY", 1.0)
     assert search(recorded(), budget(1 / 4), lambda *_: 30.0).seconds == 30.0
     assert len(rows) == len(set(rows)) > 1
@@ -284,9 +284,9 @@ def placed(monkeypatch):
     rooms = []
     place = step_plan.place
 
-    def noted(step, machine, room, compute_seconds, stay, whole):
+    def noted(step, machine, room, compute_seconds, stay, whole, groups):
         rooms.append((room.nbytes["device"], whole))
-        return place(step, machine, room, compute_seconds, stay, whole)
+        return place(step, machine, room, compute_seconds, stay, whole, groups)
 
     monkeypatch.setattr(step_plan, "place", noted)
     return rooms
@@ -346,8 +346,8 @@ def test_a_placement_by_whole_numbers_is_tried_where_all_that_were_rounded_are_f
     made = step_plan.place
 
     def clumsy(*args):
-        *terms, whole = args
-        found = made(*terms, True)
+        *terms, whole, groups = args
+        found = made(*terms, True, groups)
         if whole:
             return found
         far = dict.fromkeys(found.homes, "host")

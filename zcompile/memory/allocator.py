@@ -21,7 +21,6 @@ die together: it leaves few holes, for a short time. Work is counted in candidat
 so that the same blocks get the same addresses everywhere.
 """
 
-from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -106,8 +105,9 @@ def sections(intervals: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Sect
 Key = Callable[[Sections, int], tuple[int, ...]]
 Ints = npt.NDArray[np.int64]
 
-MANY = 600
-"""Number of blocks from which on arrays are faster than lists (by timing, on one core)."""
+FEW = 64
+"""Blocks that are alive at a time, in the mean, up to which lists are faster than arrays (by timing
+on one core). Its square is as many pairs of a block and a section as are few in any case."""
 
 
 def _area(s: Sections, i: int) -> int:
@@ -147,17 +147,24 @@ def first_fit(s: Sections, order: Sequence[int]) -> list[int]:
 
 def _first_fit_within(s: Sections, order: Sequence[int], most: int) -> list[int] | None:
     """The same; None as soon as a block ends beyond `most`."""
-    return _over_lists(s, order, most) if len(s) < MANY else _over_arrays(s, order, most)
+    few = s.pairs <= FEW * max(FEW, len(s.alive))
+    return _over_sections(s, order, most) if few else _over_arrays(s, order, most)
 
 
-def _over_lists(s: Sections, order: Sequence[int], most: int) -> list[int] | None:
+def _over_sections(s: Sections, order: Sequence[int], most: int) -> list[int] | None:
+    """By lists of the places in each section: a block looks only at those that are alive with it,
+    so that a stream of many blocks takes time with their number."""
     addresses = [0] * len(s)
-    placed: list[tuple[int, int, int, int]] = []  # (address, end, first, last), by address
+    # What is alive with a block is alive when it begins, or begins while it lives.
+    alive: list[list[tuple[int, int]]] = [[] for _ in s.alive]
+    begun: list[list[tuple[int, int]]] = [[] for _ in s.alive]
     for block in order:
         first, last, size, address = s.first[block], s.last[block], s.sizes[block], 0
-        for other, end, begins, ends in placed:
-            if begins > last or ends < first:
-                continue
+        near = alive[first].copy()
+        for places in begun[first + 1 : last + 1]:
+            near += places
+        near.sort()
+        for other, end in near:
             if other - address >= size:
                 break
             if end > address:
@@ -165,7 +172,10 @@ def _over_lists(s: Sections, order: Sequence[int], most: int) -> list[int] | Non
         if address + size > most:
             return None
         addresses[block] = address
-        insort(placed, (address, address + size, first, last))
+        place = address, address + size
+        begun[first].append(place)
+        for places in alive[first : last + 1]:
+            places.append(place)
     return addresses
 
 

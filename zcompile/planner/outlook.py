@@ -407,33 +407,32 @@ def shadow_prices(
     largest = max((fact.nbytes for fact in step.facts.values()), default=0)
     more = MORE_BYTES * max(1, -(-MORE_ENTRIES * largest // MORE_BYTES))
     window, stay = planned.arena.window_bytes, planned.placement.stay
+    groups = group(step, machine, room, stay)
 
-    def placed_s(room: Room) -> float:
-        """Seconds of a step with entries placed in `room` anew: by fractions, or in whole numbers,
-        where the window may be as small as these let it be."""
-        beside = replace(room, nbytes={**room.nbytes, "device": room.nbytes["device"] - window})
-        found_s, tried = inf, None
-        for whole in (False, True):
-            homes = place(step, machine, beside, demand.phases_s, stay, whole).homes
-            if homes == planned.placement.homes:
-                return min(found_s, planned.seconds)
-            if homes != tried:
-                with suppress(BudgetExceeded):
-                    made = arranged(step, homes, planned.arena)
-                    found_s = min(found_s, step_seconds(made, costs, homes))
-            tried = homes
-        return found_s
+    def placed(tiers: Mapping[str, int]) -> list[Mapping[EntryRef, str]]:
+        """Homes beside the window, which may be as small as a placement of whole numbers let it be,
+        and no other does."""
+        left = replace(room, nbytes={**tiers, "device": tiers["device"] - window})
+        terms = (step, machine, left, demand.phases_s, stay)
+        rounded, whole = (place(*terms, whole, groups).homes for whole in (False, True))
+        return [rounded] if whole == rounded else [rounded, whole]
+
+    def seconds(homes: Mapping[EntryRef, str]) -> float:
+        with suppress(BudgetExceeded):
+            return step_seconds(arranged(step, homes, planned.arena), costs, homes)
+        return inf
 
     # With entries as they would be placed here, and not where exchanges brought them: so they will
     # be in more room.
-    now_s = placed_s(room)
-    if now_s == inf:
-        now_s = planned.seconds
+    here, now_s = placed(room.nbytes), planned.seconds
+    if planned.placement.homes not in here and (placed_s := min(map(seconds, here))) < inf:
+        now_s = placed_s
     made = []
     for tier in ("device", "host"):
         nbytes = room.nbytes[tier]
-        larger = replace(room, nbytes={**room.nbytes, tier: nbytes + more})
-        again_s = min(now_s, placed_s(larger))  # no worse: all could stay as it is
+        others = placed({**room.nbytes, tier: nbytes + more})
+        # No worse than now: all could stay as it is. Nor better where more memory is of no use.
+        again_s = min(now_s, *(seconds(homes) for homes in others if homes not in here), inf)
         dearer = replace(within, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (now_s - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds

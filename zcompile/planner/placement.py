@@ -14,8 +14,10 @@ is given more than it has.
 
 Of the bytes that the optimizer's step writes to disk, as many as the staging ring holds may be
 written while the next forward and backward compute: L_p seconds of it count in p and not in the
-step. Of the updates that the host computes, U seconds go on beside the backward that completes
-their gradients, and beside the next forward: as long as these take at most (`beside_updates`).
+step. So may those that a forward with late updates writes, behind it, which counts in what a
+placement promises, and not in where entries rest. Of the updates that the host computes, U seconds
+go on beside the backward that completes their gradients, and beside the next forward: as long as
+these take at most (`beside_updates`).
 
 Sources: the values are those of a resident byte in ZeRO-Infinity's traffic (arXiv 2104.07857,
 section 4); that a pinned set is optimal for a cyclic scan is Belady's argument.
@@ -214,6 +216,13 @@ def beside_updates(step: StepTrace, room: Room) -> Mapping[Phase, float]:
     return {phase: min(1.0, part) for phase, part in parts.items()}
 
 
+def phases_of_updates(step: StepTrace) -> tuple[Phase, ...]:
+    """The phases whose writes to the disk may go on behind them: those in which weights are
+    updated. With late updates forward is one."""
+    late = any(call.schedule.updates_late for call in step.calls)
+    return (Phase.FORWARD, Phase.STEP) if late else (Phase.STEP,)
+
+
 def _lane_of(link: str, links: Mapping[str, Link]) -> str:
     return HOST if link == HOST else links[link].lane
 
@@ -294,27 +303,27 @@ def with_late_writes(
     links: Mapping[str, Link],
     late_bytes: int,
     beside: Mapping[Phase, float] = ALONE,
+    writing: Sequence[Phase] = (Phase.STEP,),
 ) -> float:
-    """Seconds of a step under `homes`, if so many bytes may be in flight to the disk when it ends,
-    and forward and backward have time for them: what `fractions` makes least.
+    """Seconds of a step under `homes`, if so many bytes may be in flight to the disk when a phase
+    of updates ends, and other phases have time for them: what `fractions` makes least.
 
-    beside  as of `beside_updates`
+    beside   as of `beside_updates`
+    writing  as of `phases_of_updates`
     """
     found = lane_seconds(groups, homes, links)
     seconds, _ = evaluate(groups, homes, compute_seconds, links, beside)
     if "disk_write" not in links:
         return seconds
-    writes, spare, waits = links["disk_write"].lane, 0.0, 0.0
+    writes, spare, waits = links["disk_write"].lane, 0.0, dict[Phase, float]()
     for phase in dict.fromkeys((*compute_seconds, *found)):
         lanes = found.get(phase, {})
         others = (s for lane, s in lanes.items() if lane != writes)
-        hidden_by = max(compute_seconds.get(phase, 0.0), *others, 0.0)
-        if phase is Phase.STEP:
-            waits = max(0.0, lanes.get(writes, 0.0) - hidden_by)
-        else:
-            spare += max(0.0, hidden_by - lanes.get(writes, 0.0))
+        waits[phase] = lanes.get(writes, 0.0) - max(compute_seconds.get(phase, 0.0), *others, 0.0)
+        spare += max(0.0, -waits[phase])
     late_s = late_bytes / links["disk_write"].bytes_per_s
-    return seconds - min(late_s, spare, waits)
+    left = sum(min(late_s, max(0.0, waits.get(phase, 0.0))) for phase in writing)
+    return seconds - min(left, spare)
 
 
 TIE = 1e-3
@@ -348,12 +357,14 @@ def fractions(
     late_bytes: int = 0,
     beside: Mapping[Phase, float] = ALONE,
     whole: bool = False,
+    writing: Sequence[Phase] = (Phase.STEP,),
 ) -> Fractions | None:
     """The optimum; None if the tiers together have no room for all.
 
-    late_bytes  that may be in flight to the disk when a step ends
+    late_bytes  that may be in flight to the disk when a phase of updates ends
     beside      as of `beside_updates`
     whole       no entry is split: nearly the optimum of such, or None, where none was found soon
+    writing     as of `phases_of_updates`
     """
     phases = _phases(groups, compute_seconds)
     late_s = late_bytes / links["disk_write"].bytes_per_s if "disk_write" in links else 0.0
@@ -364,11 +375,14 @@ def fractions(
             program.only_whole((n, tier))
     for phase in phases:
         program.column(("T", phase), lowest=compute_seconds.get(phase, 0.0))
-    for phase in phases:
-        program.column(("L", phase), highest=0.0 if phase is Phase.STEP else late_s)
+    left = {
+        q: [program.column(("L", q, p), highest=late_s) for p in phases if p is not q]
+        for q in writing
+    }
     _bytes_fit(program, groups, room)
-    _lanes_fit(program, groups, phases, links, beside)
-    program.at_most(late_s, *((("L", phase), 1.0) for phase in phases))
+    _lanes_fit(program, groups, phases, links, beside, writing)
+    for columns in left.values():
+        program.at_most(late_s, *((column, 1.0) for column in columns))
     for n, g in enumerate(groups):
         program.exactly(float(len(g.refs)), *(((n, tier), 1.0) for tier in g.loads))
     scale = max(sum(compute_seconds.values()), _most(groups), 1e-12)
@@ -427,10 +441,11 @@ def _lanes_fit(
     phases: Sequence[Phase],
     links: Mapping[str, Link],
     beside: Mapping[Phase, float],
+    writing: Sequence[Phase],
 ) -> None:
     """Constrain each lane in phase p to T_p seconds.
 
-    Of writes to the disk L_p seconds are not of the step that wrote it, and count in p; of what the
+    Of writes to the disk L_qp seconds are not of q, which is `writing`, and count in p; of what the
     host computes, U seconds, which go on `beside` parts of backward and the next forward.
     """
     on_host = any((Phase.STEP, HOST) in loads for g in groups for loads in g.loads.values())
@@ -447,10 +462,9 @@ def _lanes_fit(
             ]
             late: list[Term] = []
             if "disk_write" in links and links["disk_write"].lane == lane:
-                if phase is Phase.STEP:
-                    late = [(("L", p), -1.0) for p in phases]
-                else:
-                    late = [(("L", phase), 1.0)]
+                late = [(("L", q, phase), 1.0) for q in writing if q is not phase]
+                if phase in writing:
+                    late += [(("L", phase, p), -1.0) for p in phases if p is not phase]
             if on_host and lane == HOST and phase is Phase.STEP:
                 late = [("U", -1.0)]
             if busy or late:
@@ -479,7 +493,7 @@ class Placement:
     homes          entry -> tier
     seconds        of a step, by the busiest resource of each phase, if each waited for its writes
     least_seconds  lower bound in this model: if entries could be split, and the ring wrote late
-                   what the step writes to disk
+                   what updates write to disk
     rounded_seconds  the same of this placement, whose entries are whole
     binding        phase -> the link that takes longest, or "compute"
     """
@@ -509,6 +523,7 @@ def place(
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef] = frozenset(),
     whole: bool = False,
+    groups: Sequence[Group] | None = None,
 ) -> Placement:
     """The placement of every weight, gradient and state in `step`. Pure.
 
@@ -516,8 +531,9 @@ def place(
     stay             the gradients that stay where compute makes them
     whole            place whole entries by a program of whole numbers, and not by one of fractions
                      that are rounded; where that finds none, the latter
+    groups           what `group` finds, for a caller that places a step several times
     """
-    groups = group(step, machine, room, stay)
+    groups = group(step, machine, room, stay) if groups is None else groups
     room = _spared(room, sum(aligned(step.facts[ref].nbytes) for ref in stay))
     pinned = [g for g in groups if step.facts[g.refs[0]].pinned]
     room = _without(room, pinned)
@@ -527,6 +543,7 @@ def place(
     small = [*pinned, *small]
     late = lane_bytes(room.ring_bytes)
     beside = beside_updates(step, room)
+    writing = phases_of_updates(step)
     terms = (room.nbytes, compute_seconds, machine.links, late, beside)
     best = fractions(groups, *terms, whole=True) if groups and whole else None
     if best is None and groups:
@@ -537,8 +554,12 @@ def place(
     homes |= dict.fromkeys(stay, HELD)
     every = (*small, *groups)
     seconds, binding = evaluate(every, homes, compute_seconds, machine.links, beside)
-    least = best.seconds if best is not None else seconds
-    rounded = with_late_writes(every, homes, compute_seconds, machine.links, late, beside)
+    promised = best
+    if best is not None and len(writing) > 1:
+        # Entries are placed no better by it, but plans are shorter than the other program promises.
+        promised = fractions(groups, *terms, writing=writing)
+    least = promised.seconds if promised is not None else seconds
+    rounded = with_late_writes(every, homes, compute_seconds, machine.links, late, beside, writing)
     return Placement(homes, seconds, min(least, seconds), binding, rounded)
 
 

@@ -42,7 +42,14 @@ from zcompile.passes.arrange import (
 from zcompile.planner.host_step import updated_on_host, with_host_updates
 from zcompile.planner.late_step import LateStep, with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
-from zcompile.planner.placement import Placement, Room, operands_of_host_updates, place
+from zcompile.planner.placement import (
+    Group,
+    Placement,
+    Room,
+    group,
+    operands_of_host_updates,
+    place,
+)
 from zcompile.planner.whole_step import NO_WHOLES, gathered_in, sets_to_try, with_wholes
 
 LEADS = (1, 2, 4, 8, 16)
@@ -190,7 +197,8 @@ def plan_step(
     crowded: list[tuple[int, Placement]] = []
     """Windows beside which the device has no room for what is pinned to it."""
     # Several leads and parts of the arena ask for one window.
-    beside = cache(partial(_beside, step, machine, room, compute_seconds, stay))
+    groups = group(step, machine, room, stay)
+    beside = cache(partial(_beside, step, machine, room, compute_seconds, stay, groups))
     if wanted is None:
         still = beside(0)
         if _needs_no_window(still, arena):
@@ -779,15 +787,16 @@ def _beside(
     room: Room,
     compute_seconds: Mapping[Phase, float],
     stay: frozenset[EntryRef],
+    groups: Sequence[Group],
     window: int,
     whole: bool = False,
 ) -> Placement:
     """The placement in what a window leaves of the device.
 
-    whole  as of `place`
+    groups, whole  as of `place`
     """
     left = {**room.nbytes, "device": room.nbytes["device"] - window}
-    return place(step, machine, replace(room, nbytes=left), compute_seconds, stay, whole)
+    return place(step, machine, replace(room, nbytes=left), compute_seconds, stay, whole, groups)
 
 
 Beside = Callable[..., Placement]

@@ -4,7 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -286,6 +286,27 @@ def test_values_scattered_into_a_weight_take_the_bytes_of_that_weight_alone(monk
     for _ in range(2):
         pair.plain(x).backward()
     assert pair.same()
+
+
+class WithLogits(nn.Module):
+    """A model with its loss, whose logits are returned as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x).tanh())
+        return logits.logsumexp(-1).mean(), logits
+
+
+def test_gradients_of_results_that_are_not_differentiated_take_no_memory(monkeypatch):
+    pair = twins(WithLogits())
+    with watched(monkeypatch) as found:
+        walked_twice(replace(pair, call=lambda x: pair.call(x)[0]), found, torch.randn(32, 16))
+    (backward,) = (s for s, phase in found.phases.items() if phase is Phase.BACKWARD)
+    tangents = [v for v in found.held[backward].values if is_tangent(v.maker)]
+    assert [v.nbytes for v in tangents] == [4], "of the loss alone"
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "handed over"])

@@ -25,6 +25,7 @@ from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.shared_results import first, return_shared
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
+from zcompile.frontend.undefined_gradients import Backwards, takes_undefined
 from zcompile.ir import ops
 from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
@@ -36,6 +37,7 @@ from zcompile.ir.torch_compat import (
     cut,
     dynamo_goes_on,
     ends_compiling,
+    hand_on_undefined,
     handle_input,
     hint,
     is_symbol,
@@ -144,7 +146,7 @@ def zinf(
             ) from error
     if session is None:
         return compiled
-    followed = _followed(compiled, _weakly(session))
+    followed = _followed(compiled, _weakly(session), graph)
     return followed if results is None else first(results, followed)
 
 
@@ -212,8 +214,9 @@ Weakly = Callable[[], Session | None]
 class _Graph:
     """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order.
 
-    reached  whether it has called the first: torch's own tracing is done
-    work     what is shown of it while it is compiled
+    takes_undefined  whether its backward may be called with None for the gradients of some results
+    reached          whether it has called the first: torch's own tracing is done
+    work             what is shown of it while it is compiled
     """
 
     specs: Mapping[int, ParamSpec]
@@ -224,6 +227,7 @@ class _Graph:
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
+    takes_undefined: bool = False
     reached: bool = False
     work: Work = field(default_factory=lambda: Work("a graph"))
     largest: dict[str, int] = field(default_factory=dict)
@@ -248,14 +252,19 @@ class _Graph:
             ):
                 (symbols if is_symbol(node) else saved).append(node)
         self.joint, self.saved = joint.graph, frozenset(n.name for n in saved)
-        return cut(joint, saved, symbols, num_fwd_outputs)
+        forward, backward = cut(joint, saved, symbols, num_fwd_outputs)
+        self.takes_undefined = takes_undefined(backward.graph)
+        return forward, backward
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         let_backward_run_again()
         return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._executable(gm, Phase.BACKWARD, "backward", {})
+        def schedule(gm: fx.GraphModule) -> Callable[..., Any]:
+            return self._executable(gm, Phase.BACKWARD, "backward", {})
+
+        return boxed(Backwards(gm, schedule)) if self.takes_undefined else schedule(gm)
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plan = self._passes(gm, None)
@@ -555,12 +564,15 @@ def _weakly(session: Session | None) -> Weakly:
     return weakref.ref(session) if session is not None else lambda: None
 
 
-def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., Any]:
-    """`compiled`; after each call its gradients know by which node of autograd they will come."""
+def _followed(compiled: Callable[..., Any], session: Weakly, graph: _Graph) -> Callable[..., Any]:
+    """`compiled`; after each call its gradients know by which node of autograd they will come, and
+    that node hands on which of its own are undefined."""
 
     def call(*args: Any) -> Any:
         since = next_sequence_number()
         results = compiled(*args)
+        if graph.takes_undefined and (found := node_of_call(results, since)) is not None:
+            hand_on_undefined(found)
         if (alive := session()) is not None:
             alive.gradients.expect_from(
                 lambda: node_of_call(results, since) or node_of_call(args, since)

@@ -8,6 +8,7 @@ of each call.
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from traceback import walk_tb
@@ -72,6 +73,7 @@ from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import Work, working
+from zcompile.runtime.ranks.fabric import told_to_ranks
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.verify.schedule import verify_schedule
@@ -144,8 +146,6 @@ def zinf(
                 'around it one by one (block.compile(backend="zinf")); without torch.compile the '
                 "offloaded model runs as it is, but slower",
             ) from error
-    if session is None:
-        return compiled
     followed = _followed(compiled, _weakly(session), graph)
     return followed if results is None else first(results, followed)
 
@@ -264,7 +264,12 @@ class _Graph:
         def schedule(gm: fx.GraphModule) -> Callable[..., Any]:
             return self._executable(gm, Phase.BACKWARD, "backward", {})
 
-        return boxed(Backwards(gm, schedule)) if self.takes_undefined else schedule(gm)
+        def told() -> AbstractContextManager[None]:
+            session = self.session()
+            return told_to_ranks(None if session is None else session.fabric)
+
+        whole = schedule(gm)
+        return boxed(Backwards(gm, whole, schedule, told)) if self.takes_undefined else whole
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plan = self._passes(gm, None)
@@ -571,12 +576,11 @@ def _followed(compiled: Callable[..., Any], session: Weakly, graph: _Graph) -> C
     def call(*args: Any) -> Any:
         since = next_sequence_number()
         results = compiled(*args)
-        if graph.takes_undefined and (found := node_of_call(results, since)) is not None:
+        node = cache(lambda: node_of_call(results, since) or node_of_call(args, since))
+        if graph.takes_undefined and (found := node()) is not None:
             hand_on_undefined(found)
         if (alive := session()) is not None:
-            alive.gradients.expect_from(
-                lambda: node_of_call(results, since) or node_of_call(args, since)
-            )
+            alive.gradients.expect_from(node)
         return results
 
     return call

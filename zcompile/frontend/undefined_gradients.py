@@ -1,10 +1,13 @@
 """Calls the backward of a graph where gradients of some results are undefined.
 
 autograd hands on that they are (`ir/torch_compat.py::hand_on_undefined`), and for each set of such
-results the backward is scheduled once, when it is first needed (`passes/undefined_gradients.py`).
+results a backward of its own is scheduled once, when it is first needed
+(`passes/undefined_gradients.py`). That of all gradients is scheduled when the graph is compiled, so
+that what has no room is refused before the first step: the others move what it moves.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -52,11 +55,19 @@ class _Scheduled(NamedTuple):
 class Backwards:
     """The backward of a graph, for each set of undefined gradients.
 
-    schedule  makes the callable of a backward, in the boxed convention
+    whole     that of all gradients, in the boxed convention
+    schedule  makes another such callable, of the graph of a backward
+    told      a context whose failure the other ranks are told, which wait for the call by then
     """
 
-    def __init__(self, gm: fx.GraphModule, schedule: Callable[[fx.GraphModule], Call]) -> None:
-        self._gm, self._schedule = gm, schedule
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        whole: Call,
+        schedule: Callable[[fx.GraphModule], Call],
+        told: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._gm, self._whole, self._schedule, self._told = gm, whole, schedule, told
         self._places = gm.graph.find_nodes(op="placeholder")
         self._tangents = [i for i, node in enumerate(self._places) if is_tangent(node)]
         self._sizes = SizeReader(gm.graph, passed_over=is_tangent)
@@ -64,8 +75,11 @@ class Backwards:
 
     def __call__(self, args: list[Any]) -> Any:
         """Run the backward for what is there; `args` is emptied."""
-        undefined = tuple(i for i in self._tangents if args[i] is None)
-        scheduled = self._scheduled_for(undefined)
+        undefined = tuple([i for i in self._tangents if args[i] is None])
+        if not undefined:
+            return self._whole(args)
+        with self._told():
+            scheduled = self._scheduled_for(undefined)
         for i in scheduled.zeros:
             args[i] = self._zeros(self._places[i].meta["val"], args)
         for i in reversed(scheduled.left):
@@ -74,8 +88,7 @@ class Backwards:
 
     def _zeros(self, traced: Tensor, args: Sequence[Any]) -> Tensor:
         """Zeros as autograd would hand on, as they were traced."""
-        sizes = dict(zip(self._sizes.names, self._sizes.read(args), strict=True))
-        size = sizes_as(sizes)
+        size = sizes_as(dict(zip(self._sizes.names, self._sizes.read(args), strict=True)))
         return torch.empty_strided(
             [size(n) for n in traced.size()],
             [size(n) for n in traced.stride()],
@@ -85,10 +98,10 @@ class Backwards:
 
     def _scheduled(self, undefined: tuple[int, ...]) -> _Scheduled:
         names = {NodeName(self._places[i].name) for i in undefined}
-        graph = without_undefined(self._gm.graph, names) if undefined else None
+        graph = without_undefined(self._gm.graph, names)
         if graph is None:
-            return _Scheduled(self._schedule(self._gm), undefined, ())
+            return _Scheduled(self._whole, undefined, ())
         kept = {node.name for node in graph.find_nodes(op="placeholder")}
-        read = [i for i in undefined if self._places[i].name in kept]
+        zeros = [i for i in undefined if self._places[i].name in kept]
         left = [i for i in undefined if self._places[i].name not in kept]
-        return _Scheduled(self._schedule(fx.GraphModule(self._gm, graph)), read, left)
+        return _Scheduled(self._schedule(fx.GraphModule(self._gm, graph)), zeros, left)

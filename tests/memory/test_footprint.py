@@ -288,8 +288,8 @@ def test_values_scattered_into_a_weight_take_the_bytes_of_that_weight_alone(monk
     assert pair.same()
 
 
-class WithLogits(nn.Module):
-    """A model with its loss, whose logits are returned as well."""
+class WithMore(nn.Module):
+    """A model with its loss, that returns more: its backward alone reads a value that is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,11 +297,11 @@ class WithLogits(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head(self.body(x).tanh())
-        return logits.logsumexp(-1).mean(), logits
+        return logits.logsumexp(-1).mean(), (logits * 2).sin()
 
 
 def test_gradients_of_results_that_are_not_differentiated_take_no_memory(monkeypatch):
-    pair = twins(WithLogits())
+    pair = twins(WithMore())
     with watched(monkeypatch) as found:
         walked_twice(replace(pair, call=lambda x: pair.call(x)[0]), found, torch.randn(32, 16))
     whole, walked = (s for s, phase in found.phases.items() if phase is Phase.BACKWARD)

@@ -283,7 +283,7 @@ def _argument(node: fx.Node, position: int) -> object:
 
 def _is_zero(node: fx.Node) -> bool:
     """Whether a node is a constant zero."""
-    if node.target in (aten.zeros_like.default, aten.new_zeros.default):
+    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
         return True
     if node.target is aten.scalar_tensor.default:
         return bool(node.args[0] == 0)

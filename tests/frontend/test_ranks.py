@@ -176,7 +176,8 @@ def test_two_processes_of_torchrun_train_apart_if_they_say_so(tmp_path):
 
 
 def printed_alone(path: Path) -> str:
-    """What one process prints that runs the script by itself."""
+    """What one process prints that runs the script by itself, on one thread as ranks do."""
+    torch.set_num_threads(1)
     printed = io.StringIO()
     with redirect_stdout(printed):
         runpy.run_path(str(path), run_name="__main__")

@@ -24,6 +24,9 @@ GRACE_S = 1.0
 """Seconds for which what an ended rank has sent before may still arrive."""
 SILENT_S = 10.0
 """Seconds after which a rank that is busy, and does not say so any more, is taken to be gone."""
+LAST_LOOK_S = 1.0
+"""Seconds for which the last look is waited for. At the end of a process the interpreter ends its
+threads, and the process with them if one is within torch by then ("terminate called")."""
 FAILED = "failed"
 ADVICE = "see its own output; start all ranks again, from the last checkpoint"
 
@@ -134,6 +137,8 @@ class Watch:
         self._set(f"ended/{self._rank}", f"{text} after {self.last}")
         if error is not None and not isinstance(error, ZinfError):
             self._say(self._rank, f"{text} after {self.last}")
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LAST_LOOK_S)
 
     def _say(self, rank: int, why: str) -> None:
         try:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import default_partition
 from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
@@ -174,62 +173,11 @@ def tangent_of() -> None:
 
 
 @contract
-def is_part_of_tangent() -> None:
-    """Of a jagged tensor that a model returns the gradient comes in parts, of a plain one whole."""
-    graphs: list[fx.Graph] = []
-
-    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        graphs.append(joint.graph)
-        return default_partition(joint, *args, **kwargs)
-
-    def run(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return as_it_stands(gm)
-
-    backend = private.aot_backend(run, run, run, partition)
-    parts = [torch.ones(2, 4), torch.ones(3, 4)]
-    rows = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
-    weight = torch.ones(4, requires_grad=True)
-    torch.compile(lambda x: (x * 3, weight.sin()), backend=backend)(rows)
-    places = graphs[0].find_nodes(op="placeholder")
-    assert any(private.is_part_of_tangent(place) for place in places)
-    assert any(private.is_tangent(place) for place in places)
-    assert not any(private.is_part_of_tangent(p) for p in places if private.is_tangent(p))
-
-
-@contract
-def hand_on_undefined() -> None:
-    """Asked for behind a compiled call: its backward then gets None for what is undefined."""
-    given: list[list[bool]] = []
-
-    def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return as_it_stands(gm)
-
-    def backward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        places = gm.graph.find_nodes(op="placeholder")
-        tangents = [i for i, place in enumerate(places) if private.is_tangent(place)]
-
-        def run(args: list[Any]) -> Any:
-            given.append([args[i] is None for i in tangents])
-            return gm(*[torch.zeros(3) if value is None else value for value in args])
-
-        return private.boxed(run)
-
-    backend = private.aot_backend(forward, backward, forward, default_partition)
-    call = torch.compile(lambda x: (x * 3, x.sin()), backend=backend)
-    for asks in (False, True):
-        x = torch.ones(3, requires_grad=True)
-        first, _ = call(x)
-        if asks:
-            private.hand_on_undefined(private.grad_fn_of(first))
-        first.sum().backward()
-        assert torch.equal(x.grad, torch.full((3,), 3.0))
-    assert given == [[False, False], [False, True]]
-
-
-@contract
 def keeps_tangents() -> None:
     """As it is: whoever runs the backward lets go of the gradient that it was called with, and
     looks whether that is alive."""
+    from functorch.compile import default_partition
+
     kept: list[bool] = []
 
     def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:

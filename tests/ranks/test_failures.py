@@ -16,11 +16,9 @@ from border import offloaded as offloaded_by
 from rank_models import adamw, batch, words
 from rank_pool import RankPool
 from sampled import sampled, sampled_rows
-from torch import nn
 
 import zcompile
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
-from zcompile.frontend import undefined_gradients
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.progress import working
 from zcompile.runtime.ranks.fabric import Fabric
@@ -241,38 +239,6 @@ def unplanned(mesh):
 def test_a_rank_that_fails_while_it_plans_a_step_ends_the_others_with_its_cause(pool):
     """Which is between two calls, where the others have come to the next already."""
     (kind, text, then), (failed, _, at) = pool.run(unplanned, 2)
-    assert failed == "ValueError"
-    assert kind == RankFailed.__name__
-    assert "ValueError: not today" in text
-    assert then - at < PROMPT_S
-
-
-def of_one_head_of_two(rank, model, run, optimizer):
-    """Rank 1 cannot schedule the backward of what it differentiates."""
-    run = torch.compile(WithSecondHead(model), backend="zinf")
-    loss, _ = run(*batch(0, rank))
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 1:
-            patched.setattr(undefined_gradients, "without_undefined", lambda *_: refuse(_))
-        loss.backward()
-
-
-class WithSecondHead(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, wanted):
-        return self.model(ids, wanted), self.model.head(self.model.table(ids))
-
-
-def unscheduled(mesh):
-    return told(mesh, of_one_head_of_two)
-
-
-def test_a_rank_that_cannot_schedule_a_backward_ends_the_others_with_its_cause(pool):
-    """Of results that are not differentiated each rank schedules it when it comes to it."""
-    (kind, text, then), (failed, _, at) = pool.run(unscheduled, 2)
     assert failed == "ValueError"
     assert kind == RankFailed.__name__
     assert "ValueError: not today" in text

@@ -8,7 +8,6 @@ of each call.
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from traceback import walk_tb
@@ -26,7 +25,6 @@ from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.shared_results import first, return_shared
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
-from zcompile.frontend.undefined_gradients import Backwards, takes_undefined
 from zcompile.ir import ops
 from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
@@ -38,7 +36,6 @@ from zcompile.ir.torch_compat import (
     cut,
     dynamo_goes_on,
     ends_compiling,
-    hand_on_undefined,
     handle_input,
     hint,
     is_symbol,
@@ -73,7 +70,6 @@ from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
 from zcompile.runtime.progress import Work, working
-from zcompile.runtime.ranks.fabric import told_to_ranks
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
 from zcompile.verify.schedule import verify_schedule
@@ -146,7 +142,9 @@ def zinf(
                 'around it one by one (block.compile(backend="zinf")); without torch.compile the '
                 "offloaded model runs as it is, but slower",
             ) from error
-    followed = _followed(compiled, _weakly(session), graph)
+    if session is None:
+        return compiled
+    followed = _followed(compiled, _weakly(session))
     return followed if results is None else first(results, followed)
 
 
@@ -214,9 +212,8 @@ Weakly = Callable[[], Session | None]
 class _Graph:
     """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order.
 
-    takes_undefined  whether its backward may be called with None for the gradients of some results
-    reached          whether it has called the first: torch's own tracing is done
-    work             what is shown of it while it is compiled
+    reached  whether it has called the first: torch's own tracing is done
+    work     what is shown of it while it is compiled
     """
 
     specs: Mapping[int, ParamSpec]
@@ -227,7 +224,6 @@ class _Graph:
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
-    takes_undefined: bool = False
     reached: bool = False
     work: Work = field(default_factory=lambda: Work("a graph"))
     largest: dict[str, int] = field(default_factory=dict)
@@ -252,24 +248,14 @@ class _Graph:
             ):
                 (symbols if is_symbol(node) else saved).append(node)
         self.joint, self.saved = joint.graph, frozenset(n.name for n in saved)
-        forward, backward = cut(joint, saved, symbols, num_fwd_outputs)
-        self.takes_undefined = takes_undefined(backward.graph)
-        return forward, backward
+        return cut(joint, saved, symbols, num_fwd_outputs)
 
     def forward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         let_backward_run_again()
         return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        def schedule(gm: fx.GraphModule) -> Callable[..., Any]:
-            return self._executable(gm, Phase.BACKWARD, "backward", {})
-
-        def told() -> AbstractContextManager[None]:
-            session = self.session()
-            return told_to_ranks(None if session is None else session.fabric)
-
-        whole = schedule(gm)
-        return boxed(Backwards(gm, whole, schedule, told)) if self.takes_undefined else whole
+        return self._executable(gm, Phase.BACKWARD, "backward", {})
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plan = self._passes(gm, None)
@@ -569,18 +555,16 @@ def _weakly(session: Session | None) -> Weakly:
     return weakref.ref(session) if session is not None else lambda: None
 
 
-def _followed(compiled: Callable[..., Any], session: Weakly, graph: _Graph) -> Callable[..., Any]:
-    """`compiled`; after each call its gradients know by which node of autograd they will come, and
-    that node hands on which of its own are undefined."""
+def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., Any]:
+    """`compiled`; after each call its gradients know by which node of autograd they will come."""
 
     def call(*args: Any) -> Any:
         since = next_sequence_number()
         results = compiled(*args)
-        node = cache(lambda: node_of_call(results, since) or node_of_call(args, since))
-        if graph.takes_undefined and (found := node()) is not None:
-            hand_on_undefined(found)
         if (alive := session()) is not None:
-            alive.gradients.expect_from(node)
+            alive.gradients.expect_from(
+                lambda: node_of_call(results, since) or node_of_call(args, since)
+            )
         return results
 
     return call

@@ -685,25 +685,6 @@ def tangent_of(node: fx.Node) -> object:
     return desc.output if isinstance(desc, TangentAOTInput) else None
 
 
-def is_part_of_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder carries a part of a gradient that is of a subclass."""
-    desc = node.meta.get("desc")
-    while isinstance(desc, SubclassGetAttrAOTInput):
-        desc = desc.base
-        if isinstance(desc, TangentAOTInput):
-            return True
-    return False
-
-
-def hand_on_undefined(node: Any) -> None:
-    """Let the backward of a compiled call, which `node` of autograd will run, be called with None
-    for the gradients that are undefined; with zeros otherwise.
-
-    As a custom function asks for it in its forward; autograd looks it up when it runs the node.
-    """
-    node.set_materialize_grads(False)
-
-
 def keeps_tangents() -> bool:
     """Whether the gradients that a compiled backward is called with stay alive until it is over.
 

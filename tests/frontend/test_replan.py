@@ -1,5 +1,6 @@
 """Whole steps under a plan: the same numbers, and nothing moved that need not be."""
 
+import copy
 from dataclasses import replace
 from itertools import product
 
@@ -33,7 +34,7 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import Bytes, KiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
-from zcompile.planner import simulator, step_plan
+from zcompile.planner import exchanges, simulator, step_plan
 from zcompile.planner.simulator import SimulatedSteps
 from zcompile.runtime.device.arena import Arena
 
@@ -73,6 +74,75 @@ def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     train(model, compiled, adamw(model), batches=batches)
     assert session_behind(model).controller.plan is not None
     assert same(model, expected(batches=batches))
+
+
+def trained(model: nn.Module, forward, x: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters of a model after some steps with momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(STEPS):
+        forward(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_a_run_whose_entries_changed_places_trains_bit_equal(tmp_path, monkeypatch):
+    """All exchanges are kept, whatever is gained, as long as compute waits at all."""
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(*(nn.Linear(160, 160) for _ in range(4))), torch.randn(64, 160)
+    tried, make = [], exchanges.with_homes
+
+    def noted(*given):
+        tried.append(make(*given))
+        return tried[-1]
+
+    monkeypatch.setattr(exchanges, "WAITS", 1 << 40)
+    monkeypatch.setattr(exchanges, "GAINS", 0.0)
+    monkeypatch.setattr(exchanges, "with_homes", noted)
+    model = zcompile.offload(
+        copy.deepcopy(plain),
+        device="cpu",
+        device_memory="1MiB",
+        host_memory="896KiB",
+        disk=tmp_path,
+        throttle=THROTTLE,
+    )
+    found = trained(model, torch.compile(model, backend="zinf"), x)
+    homes_now = session_behind(model).controller.plan.placement.homes
+    assert any(other.placement.homes == homes_now for other in tried)
+    assert all(map(torch.equal, found, trained(plain, plain, x)))
+
+
+class Turned(nn.Module):
+    """Many activations, and one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = torch.tanh(x @ self.weight)
+        return x
+
+
+def test_activations_that_are_waited_for_are_no_entries_of_a_plan():
+    """What a call makes is numbered by itself, and may be more than there are entries."""
+    torch.manual_seed(0)
+    plain, x = Turned(), torch.randn(512, 64)
+    model = zcompile.offload(
+        copy.deepcopy(plain),
+        device="cpu",
+        device_memory="896KiB",
+        host_memory="64MiB",
+        activations="offload",
+        throttle=THROTTLE,
+    )
+    found = trained(model, torch.compile(model, backend="zinf"), x)
+    plan = session_behind(model).controller.plan
+    assert plan is not None
+    assert any(len(call.made) > len(call.entries) for call in plan.step.calls)
+    assert all(map(torch.equal, found, trained(plain, plain, x)))
 
 
 @pytest.mark.slow

@@ -17,9 +17,10 @@ from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner import exchanges
+from zcompile.planner.bounds import demand_of
 from zcompile.planner.exchanges import IN_VAIN, TRIES, exchanged
 from zcompile.planner.host_step import with_host_updates
-from zcompile.planner.placement import Placement
+from zcompile.planner.placement import Placement, Room, beside_updates, evaluate, group
 from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import StepPlan, with_homes
 from zcompile.verify.schedule import verify_schedule
@@ -28,6 +29,7 @@ LAYERS, WIDTH, BATCH = 6, 160, 64
 NBYTES = WIDTH * WIDTH * 4
 COSTS = Costs(SMALL, TransferModes())
 WINDOW = 4 * NBYTES
+ROOM = Room({"device": 64 * MiB, "host": GiB, "disk": GiB})
 
 
 class Stack(nn.Module):
@@ -58,8 +60,8 @@ def seconds(made, homes) -> float:
     return step_seconds(made, COSTS, homes)
 
 
-def timeline(made, homes):
-    return simulate(made, COSTS, homes)
+def exchanged_at(step: StepTrace, plan: StepPlan, asked, **how) -> StepPlan:
+    return exchanged(step, plan, COSTS, ROOM, asked, **how)
 
 
 def planned(*on_disk: str, step: StepTrace | None = None) -> StepPlan:
@@ -88,7 +90,7 @@ def bytes_on(plan: StepPlan) -> Counter[str]:
 
 def test_what_is_waited_for_changes_places_with_what_is_not():
     plan = planned(*FIRST_TWO)
-    found = exchanged(recorded(), plan, seconds, timeline)
+    found = exchanged_at(recorded(), plan, seconds)
     assert found.seconds < 0.95 * plan.seconds
     assert found.seconds == seconds(found.step, found.placement.homes)
     assert bytes_on(found) == bytes_on(plan)
@@ -101,14 +103,26 @@ def not_asked(*_):
     raise AssertionError("an exchange was tried")
 
 
-def test_nothing_is_tried_where_compute_hardly_waits():
+def test_nothing_is_tried_where_compute_hardly_waits(monkeypatch):
     plan = planned(*FIRST_TWO)
 
-    def busy(made, homes):
-        times = timeline(made, homes)
+    def busy(made, costs, homes):
+        times = simulate(made, costs, homes)
         return replace(times, step_s=(1 + exchanges.WAITS) * times.stall_s)
 
-    assert exchanged(recorded(), plan, not_asked, busy) is plan
+    monkeypatch.setattr(exchanges, "simulate", busy)
+    assert exchanged_at(recorded(), plan, not_asked) is plan
+
+
+def test_what_binds_is_told_of_where_entries_rest_then():
+    plan = planned(*FIRST_TWO)
+    found = exchanged_at(recorded(), plan, seconds)
+    assert found is not plan
+    compute = demand_of(recorded(), COSTS.region_seconds).phases_s
+    groups, beside = group(recorded(), SMALL, ROOM), beside_updates(recorded(), ROOM)
+    told = evaluate(groups, found.placement.homes, compute, SMALL.links, beside)
+    assert (found.placement.seconds, found.placement.binding) == told
+    assert found.placement.rounded_seconds <= found.placement.seconds
 
 
 def asked(takes_s):
@@ -125,14 +139,14 @@ def asked(takes_s):
 def test_the_search_ends_when_nothing_is_gained():
     plan = planned(*FIRST_TWO)
     vain, homes_asked = asked(lambda n: plan.seconds)
-    assert exchanged(recorded(), plan, vain, timeline) is plan
+    assert exchanged_at(recorded(), plan, vain) is plan
     assert len(homes_asked) == IN_VAIN
 
 
 def test_the_search_ends_after_some_tries_even_if_each_gains():
     plan = planned(*FIRST_TWO)
     better, homes_asked = asked(lambda n: plan.seconds * 0.9**n)
-    found = exchanged(recorded(), plan, better, timeline)
+    found = exchanged_at(recorded(), plan, better)
     assert len(homes_asked) == TRIES
     assert found.placement.homes == homes_asked[-1]
     unlike = {tuple(homes[ref] for ref in recorded().facts) for homes in homes_asked}
@@ -142,7 +156,7 @@ def test_the_search_ends_after_some_tries_even_if_each_gains():
 def test_each_exchange_is_of_two_entries_of_one_size():
     plan = planned(*FIRST_TWO)
     vain, homes_asked = asked(lambda n: plan.seconds)
-    exchanged(recorded(), plan, vain, timeline)
+    exchanged_at(recorded(), plan, vain)
     for homes in homes_asked:
         moved = [ref for ref, home in plan.placement.homes.items() if homes[ref] != home]
         assert [recorded().facts[ref].nbytes for ref in moved] == [NBYTES, NBYTES]
@@ -161,9 +175,9 @@ def test_operands_of_one_update_are_not_exchanged_with_each_other():
     others = [r for r, f in recorded().facts.items() if not f.name.startswith("layers.0.weight")]
     step = with_pinned(*others)
     plan = planned("layers.0.weight.momentum_buffer", step=step)
-    waits = timeline(plan.step, plan.placement.homes)
+    waits = simulate(plan.step, COSTS, plan.placement.homes)
     assert waits.stall_s * exchanges.WAITS > waits.step_s
-    assert exchanged(step, plan, not_asked, timeline) is plan
+    assert exchanged_at(step, plan, not_asked) is plan
 
 
 def test_entries_of_different_sizes_are_not_exchanged():
@@ -171,7 +185,7 @@ def test_entries_of_different_sizes_are_not_exchanged():
     others = [ref for ref, fact in recorded().facts.items() if not fact.name.startswith(of)]
     step = with_pinned(*others)
     plan = planned(*FIRST_TWO, step=step)
-    assert exchanged(step, plan, not_asked, timeline) is plan
+    assert exchanged_at(step, plan, not_asked) is plan
 
 
 def test_what_is_pinned_stays():
@@ -179,7 +193,7 @@ def test_what_is_pinned_stays():
     step = with_pinned(pinned)
     plan = planned(*FIRST_TWO, step=step)
     better, homes_asked = asked(lambda n: plan.seconds * 0.9**n)
-    exchanged(step, plan, better, timeline)
+    exchanged_at(step, plan, better)
     assert homes_asked
     assert {homes[pinned] for homes in homes_asked} == {"disk"}
 
@@ -189,7 +203,7 @@ def test_operands_of_updates_of_the_host_rest_there_together():
     assert marked is not None
     plan = replace(planned(*FIRST_TWO, step=marked), on_host=frozenset({ref_of("layers.5.weight")}))
     better, homes_asked = asked(lambda n: plan.seconds * 0.9**n)
-    exchanged(recorded(), plan, better, timeline)
+    exchanged_at(recorded(), plan, better)
     assert homes_asked
     of_host = [r for r, f in recorded().facts.items() if f.name.startswith("layers.5.weight")]
     assert len(of_host) == 3
@@ -205,7 +219,7 @@ def test_a_commit_counts():
         return sum(recorded().facts[ref].nbytes for ref in lasting if homes[ref] != "disk")
 
     better, homes_asked = asked(lambda n: plan.seconds * 0.999**n)
-    found = exchanged(recorded(), plan, better, timeline, commit_bytes_per_s=1.0)
+    found = exchanged_at(recorded(), plan, better, commit_bytes_per_s=1.0)
     assert any(committed(homes) > committed(plan.placement.homes) for homes in homes_asked)
     assert committed(found.placement.homes) <= committed(plan.placement.homes)
 
@@ -215,7 +229,7 @@ def test_of_one_update_all_operands_are_waited_for_together(kind):
     """The operand that came last is the one that is waited for; any of them may be exchanged."""
     plan = planned(*FIRST_TWO)
     vain, homes_asked = asked(lambda n: plan.seconds)
-    exchanged(recorded(), plan, vain, timeline)
+    exchanged_at(recorded(), plan, vain)
     kinds = {
         recorded().facts[ref].kind
         for homes in homes_asked

@@ -16,7 +16,7 @@ from zcompile.machine.model import RANK_LINKS, Link, Machine
 from zcompile.machine.staging import behind_bytes
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner.bounds import Demand, bound, demand_of
-from zcompile.planner.exchanges import Simulate, exchanged
+from zcompile.planner.exchanges import exchanged
 from zcompile.planner.floor import floor
 from zcompile.planner.host_step import (
     demand_on_host,
@@ -28,7 +28,7 @@ from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, with_copies
 from zcompile.planner.outlook import Shadow, shadow_prices
 from zcompile.planner.placement import Room
-from zcompile.planner.simulator import predicted, simulate, step_seconds
+from zcompile.planner.simulator import predicted, step_seconds
 from zcompile.planner.step_plan import (
     Seconds,
     StepPlan,
@@ -86,11 +86,6 @@ def _with_ranks(machine: Machine, fabric: Fabric) -> Machine:
 def seconds_at(costs: Costs) -> Seconds:
     """The function that simulates an arranged step at these costs."""
     return lambda made, homes: step_seconds(made, costs, homes)
-
-
-def timeline_at(costs: Costs) -> Simulate:
-    """The function that gives all times of an arranged step at these costs."""
-    return lambda made, homes: simulate(made, costs, homes)
 
 
 def plan_of(
@@ -181,7 +176,7 @@ def plan_of(
             return widened_or_not(step, plan, room.nbytes["device"], seconds)
 
         def finished(plan: StepPlan) -> StepPlan:
-            return exchanged(step, widened(plan), seconds, timeline_at(costs), commits)
+            return exchanged(step, widened(plan), costs, room, seconds, commits)
 
         if wholes:
             return finished(plan_with_wholes(step, not_late, frozenset(wholes)))

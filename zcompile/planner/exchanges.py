@@ -10,18 +10,23 @@ places with one of the same size that rests nearer by, and is an operand of an u
 for less. What the simulator finds faster stays. Every tier holds as many bytes as before. Pure.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from heapq import nlargest, nsmallest
 from itertools import combinations, groupby, product
 
 from zcompile.errors import BudgetExceeded
-from zcompile.ir.step import StepTrace, Timeline
+from zcompile.ir.effects import NEW, HomeAccess
+from zcompile.ir.step import StepCall, StepTrace, Timeline
 from zcompile.ir.types import SMALL_BYTES, EntryRef
+from zcompile.machine.cost import Costs
 from zcompile.machine.model import TIERS
 from zcompile.passes.arrange import Arrangements
-from zcompile.planner.placement import PLACED, operands_of_host_updates
+from zcompile.planner.bounds import demand_of
+from zcompile.planner.placement import PLACED, Room, moved, operands_of_host_updates
+from zcompile.planner.simulator import simulate
 from zcompile.planner.step_plan import (
     Seconds,
     StepPlan,
@@ -39,28 +44,28 @@ simulation."""
 GAINS = 1.0005
 """A step must be so many times as fast after an exchange: many small gains take long to find."""
 
-Simulate = Callable[[StepTrace, Mapping[EntryRef, str]], Timeline]
-"""(arranged step, homes of its entries) -> its times."""
-
 
 def exchanged(
     step: StepTrace,
     plan: StepPlan,
+    costs: Costs,
+    room: Room,
     seconds: Seconds,
-    simulate: Simulate,
     commit_bytes_per_s: float | None = None,
 ) -> StepPlan:
     """`plan`, or a faster one with as many bytes on each tier.
 
     step     as it was recorded
-    seconds, simulate   simulate an arranged step: for its length alone, or all of it
+    costs    at which steps are simulated
+    room     bytes of each tier for the entries of this step, the whole arena among them
+    seconds  simulates an arranged step
     commit_bytes_per_s  as of `plan_late_or_not`
     """
     made_for, known, updates = as_planned(step, plan), Arrangements(), _updates(step)
     tried, in_vain = {tuple(plan.placement.homes.values())}, 0
     takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
     best, best_s = plan, takes_s(plan)
-    exchanges = _exchanges(made_for, best, updates, simulate)
+    exchanges = _exchanges(made_for, best, updates, costs)
     while in_vain < IN_VAIN and len(tried) <= TRIES and (pair := next(exchanges, None)) is not None:
         homes, (near, far) = dict(best.placement.homes), pair
         homes[near], homes[far] = homes[far], homes[near]
@@ -73,12 +78,17 @@ def exchanged(
             found_s = takes_s(found)
             if found_s * GAINS < best_s:
                 best, best_s, in_vain = found, found_s, 0
-                exchanges = _exchanges(made_for, best, updates, simulate)
-    return best
+                exchanges = _exchanges(made_for, best, updates, costs)
+    if best is plan:
+        return plan
+    compute = demand_of(made_for, costs.region_seconds).phases_s
+    rests = best.placement.homes
+    placement = moved(plan.placement, rests, made_for, costs.machine, room, compute)
+    return replace(best, placement=placement)
 
 
 def _exchanges(
-    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], simulate: Simulate
+    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], costs: Costs
 ) -> Iterator[tuple[EntryRef, EntryRef]]:
     """Entries to exchange, (nearer by, farther away), those that promise most first.
 
@@ -86,7 +96,7 @@ def _exchanges(
     updates  as of `_updates`
     """
     homes = plan.placement.homes
-    times = simulate(plan.step, homes)
+    times = simulate(plan.step, costs, homes)
     waits = dict.fromkeys(updates.values(), 0.0)
     for ref, awaited_s in _awaited(plan.step, times).items():
         update = updates.get(ref, ref)
@@ -114,28 +124,41 @@ def _exchanges(
 
 def _updates(step: StepTrace) -> dict[EntryRef, EntryRef]:
     """Each operand of an update -> the first operand of it. What no update has is by itself."""
-    rows = ((call, row) for call in step.calls for row in call.schedule.rows)
     found = dict[EntryRef, EntryRef]()
-    for call, row in rows:
-        refs = [call.entries[column.entry] for column in row.columns]
-        found |= dict.fromkeys(refs, refs[0])
+    for call in step.calls:
+        for row in call.schedule.rows:
+            refs = [call.entries[column.entry] for column in row.columns]
+            found |= dict.fromkeys(refs, refs[0])
     return found
 
 
 def _awaited(step: StepTrace, times: Timeline) -> dict[EntryRef, float]:
-    """Entries of an arranged step that compute waits for -> the seconds that it does."""
-    brought = [
-        {x.ticket: call.entries[x.home.entry] for x in call.schedule.effects if x.home is not None}
+    """Entries of an arranged step -> the seconds that compute waits for their bytes to move.
+
+    Not those that a call makes: offloaded activations, which the plan of a step does not place.
+    """
+    moves = [
+        {
+            x.ticket: _entry_of(call, x.home)
+            for x in call.schedule.effects
+            if x.home is not None and x.home.role is not NEW
+        }
         for call in step.calls
     ]
     waits = dict[EntryRef, float]()
     for moment in times.moments:
         if moment.stall_s > 0:
-            of = brought[moment.call]
+            of = moves[moment.call]
             refs = {of[ticket] for ticket in moment.instruction.effects.after if ticket in of}
             for ref in refs:
                 waits[ref] = waits.get(ref, 0.0) + moment.stall_s / len(refs)
     return waits
+
+
+def _entry_of(call: StepCall, home: HomeAccess) -> EntryRef:
+    """The entry that an access is about, which may be a low-precision copy."""
+    ref = call.entry_of(home)
+    return ref if home.copy_dtype is None else ref.copy
 
 
 def _movable(step: StepTrace, homes: Mapping[EntryRef, str]) -> Iterator[EntryRef]:

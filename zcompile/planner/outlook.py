@@ -272,7 +272,7 @@ def evaluated(
     elif several and terms.stage != 3:
         planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
     planned = widened_or_not(step, planned, arena_bytes, seconds)
-    planned = exchanged(step, planned, seconds, lambda made, homes: simulate(made, costs, homes))
+    planned = exchanged(step, planned, costs, room, seconds)
     step, base = as_planned(step, planned), step
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes
@@ -432,7 +432,7 @@ def shadow_prices(
         nbytes = room.nbytes[tier]
         others = placed({**room.nbytes, tier: nbytes + more})
         # No worse than now: all could stay as it is. Nor better where more memory is of no use.
-        again_s = min(now_s, *(seconds(homes) for homes in others if homes not in here), inf)
+        again_s = min([now_s, *(seconds(homes) for homes in others if homes not in here)])
         dearer = replace(within, nbytes={**room.nbytes, tier: nbytes + MORE_BYTES})
         saved_s = (now_s - again_s) * MORE_BYTES / more
         less_s = least.seconds - bound(demand, machine.links, dearer).seconds

@@ -563,6 +563,23 @@ def place(
     return Placement(homes, seconds, min(least, seconds), binding, rounded)
 
 
+def moved(
+    placement: Placement,
+    homes: Mapping[EntryRef, str],
+    step: StepTrace,
+    machine: Machine,
+    room: Room,
+    compute_seconds: Mapping[Phase, float],
+) -> Placement:
+    """`placement` with entries on other tiers, and what that takes."""
+    beside, late = beside_updates(step, room), lane_bytes(room.ring_bytes)
+    terms = group(step, machine, room, placement.stay), homes, compute_seconds, machine.links
+    seconds, binding = evaluate(*terms, beside)
+    rounded = with_late_writes(*terms, late, beside, phases_of_updates(step))
+    found = replace(placement, homes=homes, seconds=seconds, binding=binding)
+    return replace(found, rounded_seconds=rounded)
+
+
 def _without(room: Room, groups: Sequence[Group]) -> Room:
     """`room` without what these take of the device; less than nothing, if they do not fit."""
     taken = sum(len(g.refs) * aligned(g.nbytes) for g in groups)

@@ -35,7 +35,7 @@ from zcompile.planner.step_plan import (
     with_homes,
 )
 
-WAITS = 20
+WAITS = 50
 """Exchanges are tried as long as compute waits for entries for more than one part in so many of a
 step."""
 TRIES, IN_VAIN = 24, 4

@@ -19,6 +19,7 @@ from planned_runs import (
     ids,
     loss_of,
     offloaded,
+    plan_at_given_costs,
     same,
     train,
 )
@@ -86,8 +87,9 @@ def trained(model: nn.Module, forward, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_a_run_whose_entries_changed_places_trains_bit_equal(tmp_path, monkeypatch):
+def test_a_run_whose_entries_changed_places_trains_bit_equal(monkeypatch):
     """All exchanges are kept, whatever is gained, as long as compute waits at all."""
+    plan_at_given_costs(monkeypatch)
     torch.manual_seed(0)
     plain, x = nn.Sequential(*(nn.Linear(160, 160) for _ in range(4))), torch.randn(64, 160)
     tried, make = [], exchanges.with_homes
@@ -103,8 +105,7 @@ def test_a_run_whose_entries_changed_places_trains_bit_equal(tmp_path, monkeypat
         copy.deepcopy(plain),
         device="cpu",
         device_memory="1MiB",
-        host_memory="896KiB",
-        disk=tmp_path,
+        host_memory="64MiB",
         throttle=THROTTLE,
     )
     found = trained(model, torch.compile(model, backend="zinf"), x)

@@ -306,7 +306,8 @@ def crossing_alone(mesh, fails):
     try:
         with zcompile.no_sync(model):
             run(torch.ones(2, 96), True).backward()
-        with pytest.raises(KeyError, match="of the test's") if fails else nullcontext():
+        told = (KeyError, RankFailed)  # the rank that fails first may tell the other before it does
+        with pytest.raises(told, match="of the test's") if fails else nullcontext():
             run(torch.ones(2, 96), False).backward()
         left = [param for param in model.parameters() if param.grad.entry.unexchanged]
         return len(made), most[0], len(left)

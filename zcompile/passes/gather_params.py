@@ -136,6 +136,13 @@ def _split(graph: fx.Graph, gather: fx.Node, plan: GraphPlan) -> None:
     graph.erase_node(gather)
 
 
+def _copied(graph: fx.Graph, value: fx.Node) -> fx.Node:
+    """Insert a copy of a value, at the graph's insertion point."""
+    clone = torch.ops.aten.clone.default
+    phase, val = phase_of(value), value.meta["val"]
+    return insert(graph, clone, value, like=value, phase=phase, val=val)
+
+
 def _copy_escapes(graph: fx.Graph, wait: fx.Node) -> None:
     """Copy each graph output that shares the gathered bytes."""
     output = output_of(graph)
@@ -143,14 +150,7 @@ def _copy_escapes(graph: fx.Graph, wait: fx.Node) -> None:
         if output not in alias.users or not isinstance(alias.meta.get("val"), torch.Tensor):
             continue
         with graph.inserting_after(alias):
-            copy = insert(
-                graph,
-                torch.ops.aten.clone.default,
-                alias,
-                like=alias,
-                phase=phase_of(alias),
-                val=alias.meta["val"],
-            )
+            copy = _copied(graph, alias)
         output.replace_input_with(alias, copy)
 
 
@@ -162,14 +162,7 @@ def _copy_scattered_into(graph: fx.Graph, wait: fx.Node) -> None:
     def of_copy(node: fx.Node) -> fx.Node:
         """`node`, the gathered value or a view of it, in the copy."""
         if node is wait:
-            return insert(
-                graph,
-                torch.ops.aten.clone.default,
-                wait,
-                like=wait,
-                phase=phase_of(wait),
-                val=wait.meta["val"],
-            )
+            return _copied(graph, wait)
         sources = {n: of_copy(n) for n in node.all_input_nodes if n in views}
         return graph.node_copy(node, lambda n: sources.get(n, n))
 

@@ -10,6 +10,7 @@ places with one of the same size that rests nearer by, and is an operand of an u
 for less. What the simulator finds faster stays. Every tier holds as many bytes as before. Pure.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -97,15 +98,14 @@ def _exchanges(
     """
     homes = plan.placement.homes
     times = simulate(plan.step, costs, homes)
-    waits = dict.fromkeys(updates.values(), 0.0)
+    waits = defaultdict[EntryRef, float](float)
     for ref, awaited_s in _awaited(plan.step, times).items():
-        update = updates.get(ref, ref)
-        waits[update] = waits.get(update, 0.0) + awaited_s
+        waits[updates.get(ref, ref)] += awaited_s
     if sum(waits.values()) * WAITS <= times.step_s:
         return
 
     def waited_s(ref: EntryRef) -> float:
-        return waits.get(updates.get(ref, ref), 0.0)
+        return waits[updates.get(ref, ref)]
 
     def promises(pair: tuple[EntryRef, EntryRef]) -> float:
         return waited_s(pair[1]) - waited_s(pair[0])
@@ -145,13 +145,13 @@ def _awaited(step: StepTrace, times: Timeline) -> dict[EntryRef, float]:
         }
         for call in step.calls
     ]
-    waits = dict[EntryRef, float]()
+    waits = defaultdict[EntryRef, float](float)
     for moment in times.moments:
         if moment.stall_s > 0:
             of = moves[moment.call]
             refs = {of[ticket] for ticket in moment.instruction.effects.after if ticket in of}
             for ref in refs:
-                waits[ref] = waits.get(ref, 0.0) + moment.stall_s / len(refs)
+                waits[ref] += moment.stall_s / len(refs)
     return waits
 
 

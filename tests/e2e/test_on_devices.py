@@ -186,6 +186,31 @@ def test_a_loss_over_a_vocabulary_is_made_in_tiles(device, kernels, tmp_path):
     zcompile.close(model)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_loss_under_autocast_is_tiled(device):
+    class Model(Head):
+        def forward(self, *given: Tensor) -> Tensor:
+            with torch.autocast(device, torch.bfloat16):
+                return super().forward(*given)
+
+    torch.manual_seed(0)
+    model = Model(flat(), bias=False, tied=False, classes=4096)
+    targets = torch.randint(4096, (4, 64))
+    twin = copy.deepcopy(model).to(device)
+    zcompile.offload(model, device=device, device_memory="1MiB", host_memory="16MiB")
+    torch._dynamo.reset()
+    given = [value.to(device) for value in (targets, targets.flip(0))]
+    losses = [call(*given) for call in (torch.compile(model, backend=zinf), twin)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses, rtol=2**-8, atol=0)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        apart = (mine.grad.cpu() - other.grad.cpu()).abs().max()
+        assert apart <= 2**-6 * other.grad.abs().max().cpu()
+    assert {row["by"] for row in zcompile.stats(model)["inexact"]} == {"tile-loss"}
+    zcompile.close(model)
+
+
 # --- Block-sparse attention ---
 
 

@@ -83,6 +83,21 @@ def fairseq(logits: Tensor, targets: Tensor) -> Tensor:
     return 0.9 * likelihood - 0.1 * rows.sum(-1).sum() / logits.shape[-1]
 
 
+def as_autocast_on_cuda(smoothing: float = 0.0) -> LossOf:
+    """cross_entropy as autocast on CUDA runs it: the log-softmax in the narrow dtype of the logits,
+    what follows in float32."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        rows = functional.log_softmax(logits.view(-1, logits.shape[-1]), -1)
+        likelihood = functional.nll_loss(rows.float(), targets.view(-1))
+        if not smoothing:
+            return likelihood
+        spread = -rows.sum(1, dtype=torch.float32).mean() / logits.shape[-1]
+        return (1 - smoothing) * likelihood + smoothing * spread
+
+    return loss
+
+
 def returned(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits, flat()(logits, targets)
 
@@ -146,6 +161,8 @@ TILED = {
     "fairseq": Pattern(fairseq),
     "bf16 autocast": Pattern(sliced, autocast=True),
     "bf16 autocast, smoothed": Pattern(flat(label_smoothing=0.1), bias=True, autocast=True),
+    "autocast of CUDA": Pattern(as_autocast_on_cuda(), autocast=True, tied=True),
+    "autocast of CUDA, smoothed": Pattern(as_autocast_on_cuda(0.1), autocast=True),
     "bf16": Pattern(flat(), dtype=torch.bfloat16),
     "bf16, upcast": Pattern(sliced, dtype=torch.bfloat16, bias=True),
     "f64": Pattern(flat(), dtype=torch.float64),

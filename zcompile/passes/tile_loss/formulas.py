@@ -145,17 +145,24 @@ def picked_gradient(
     targets: Tensor,
     weights: Tensor,
     reduction: int,
+    rounded: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
     """Gradient [tokens, 1] of the targets' log-probabilities, by the likelihood's own backward.
 
+    rounded   dtype of the gradient that the log-softmax is given, whose roundings are kept
     gradient  of the likelihood: [tokens], or one number
     targets   as `one_class` makes them
     weights   sum of the targets' weights, which forward returned
     """
     backward = torch.ops.aten.nll_loss_backward.default
     made: Tensor = backward(gradient, log_prob, targets, None, reduction, IGNORED, weights)
-    return made.to(dtype)
+    return made.to(rounded).to(dtype)
+
+
+def rounded_beside(picked: Tensor, spread: Tensor, rounded: torch.dtype) -> Tensor:
+    """`picked` such that its sum with `spread` is the sum as stock code rounds it: [tokens, 1]."""
+    return (picked + spread).to(rounded).to(picked.dtype) - spread
 
 
 def factor_of_exponentials(picked: Tensor | None, spread: Tensor | None, classes: int) -> Tensor:

@@ -2,8 +2,10 @@
 
 The loss is a product with a weight of one row per class, log-softmax over the classes, the negative
 log-likelihood of targets, and the gradients of these. Between the product and the log-softmax may
-stand ops that treat every row of logits alike: views, slices of tokens, casts. All that is not
-understood to the last reader is named in `NoMatch`.
+stand ops that treat every row of logits alike: views, slices of tokens, casts. Behind the
+log-softmax may stand views and casts: under autocast on CUDA, cross-entropy takes the log-softmax
+in the narrow dtype and the likelihood in float32. All that is not understood to the last reader is
+named in `NoMatch`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, aliases_of, output_of, positions, root_of
+from zcompile.ir.graph import (
+    CASTS,
+    RESHAPES,
+    TRANSPOSES,
+    output_of,
+    positions,
+    root_of,
+    views_and_casts_of,
+)
 
 aten = torch.ops.aten
 
@@ -163,8 +173,10 @@ def _readers(
 ) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None, fx.Node | None]:
     """The likelihood, sums over the classes, and the gradients of likelihood and log-softmax."""
     found: dict[object, list[fx.Node]] = {}
-    family = set(aliases_of(softmax))
+    family = set(views_and_casts_of(softmax))
     for alias in family:
+        if not alias.meta["val"].dtype.is_floating_point:
+            raise NoMatch(f"%{alias.name} turns the log-probabilities into integers")
         for user in alias.users:
             if user is output_of(graph):
                 raise NoMatch(f"the graph returns the log-probabilities (%{alias.name})")
@@ -181,7 +193,8 @@ def _readers(
         raise NoMatch(f"%{softmax.name} serves {len(likelihoods)} losses, not one")
     for total in sums:
         flat = _node(total.args[0]).meta["val"].dim() == 2
-        if not flat or list(total.args[1]) not in ([1], [-1]) or len(total.args) > 2:  # type: ignore[arg-type]  # op schema
+        plain = len(total.args) == 2 and total.kwargs.keys() <= {"dtype"}
+        if not flat or not plain or list(total.args[1]) not in ([1], [-1]):  # type: ignore[arg-type]  # op schema
             raise NoMatch(f"%{total.name} is not a plain sum over the classes")
     return (
         likelihoods[0],
@@ -246,7 +259,7 @@ def _terms(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
     if node.target is aten.add.Tensor and not node.kwargs:
         for argument in node.args:
             yield from _terms(_node(argument), node)
-    elif node.target in RESHAPES and _keeps_rows(node, frozenset()):
+    elif node.target in RESHAPES | CASTS and _keeps_rows(node, frozenset()):
         yield from _terms(_node(node.args[0]), node)
     else:
         yield node

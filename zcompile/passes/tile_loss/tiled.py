@@ -329,7 +329,7 @@ class Facts:
 
     column    the targets [tokens, 1]
     log_norm  log of the sum of exponentials of a token's logits [tokens, 1]
-    log_prob  of the targets [tokens, 1], in the dtype that the log-softmax had
+    log_prob  of the targets [tokens, 1], in the dtype in which the likelihood reads it
     targets   [tokens]: 0 where valid, `IGNORED` where ignored
     """
 
@@ -388,13 +388,16 @@ def _slices(
 ) -> list[Slice[fx.Node]]:
     """The slices of the tokens."""
     picked = spread = None
+    rounded = gradients.top.args[0].meta["val"].dtype  # type: ignore[union-attr]  # a node
     if (likelihood := gradients.likelihood) is not None:
         start, _, _, _, reduction, _, weights = likelihood.args
         given = (start, facts.log_prob, facts.targets, weights, reduction)
-        picked = build.splice(formulas.picked_gradient, *given, tiles.dtype)
+        picked = build.splice(formulas.picked_gradient, *given, rounded, tiles.dtype)
     for more in gradients.spreads:
-        more = build.cast(more, tiles.dtype)
+        more = build.cast(build.cast(more, rounded), tiles.dtype)
         spread = more if spread is None else build(aten.add.Tensor, spread, more)
+    if picked is not None and spread is not None and rounded is not tiles.dtype:
+        picked = build.splice(formulas.rounded_beside, picked, spread, rounded)
     loses = build.splice(formulas.factor_of_exponentials, picked, spread, tiles.loss.classes)
     whole = Slice[fx.Node](facts.rows, facts.column, facts.log_norm, picked, spread, loses)
     return [
@@ -455,10 +458,13 @@ def _forward(build: GraphBuilder, tiles: Tiles, rows: fx.Node, column: fx.Node) 
     log_norm = build.join_rows([build.splice(formulas.log_norm_of, part) for part in seen])
     picked = build.join_rows([part.picked for part in seen])
     log_prob = build.splice(formulas.log_prob_of, picked, log_norm, loss_dtype)
+    log_prob = build.cast(log_prob, loss.likelihood.args[0].meta["val"].dtype)  # type: ignore[union-attr]  # a node
     for total in loss.sums:
         whole = build.join_rows([part.sum for part in seen if part.sum is not None])
         total.replace_all_uses_with(
-            build.splice(formulas.summed_log_probs, whole, log_norm, loss.classes, loss_dtype)
+            build.splice(
+                formulas.summed_log_probs, whole, log_norm, loss.classes, total.meta["val"].dtype
+            )
         )
     _, targets, _, _, ignored = loss.likelihood.args
     targets = build.splice(formulas.one_class, targets, loss.classes, ignored)

@@ -72,6 +72,12 @@ class _Stream:
     def __init__(self, device: object) -> None:
         return
 
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return
+
     def wait_event(self, event: object) -> None:
         return
 
@@ -111,7 +117,6 @@ def _without_cuda() -> SimpleNamespace:
     return SimpleNamespace(
         Stream=_Stream,
         Event=_Event,
-        stream=lambda within: contextlib.nullcontext(),
         current_stream=lambda device: stream,
         current_device=lambda: 0,
         set_device=lambda device: None,

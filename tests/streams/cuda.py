@@ -65,6 +65,13 @@ class Stream(Doer):
         super().__init__(name or f"stream{id(self)}")
         self.over_s = 0.0
 
+    def __enter__(self) -> "Stream":
+        _THREADS.__dict__.setdefault("streams", []).append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _THREADS.streams.pop()
+
     def wait_event(self, event: "Event") -> None:
         with LOCK:
             learn(self.known, joined(event.known, scope().known))
@@ -138,7 +145,7 @@ class Simulation:
         self.cuda = SimpleNamespace(
             Stream=Stream,
             Event=Event,
-            stream=self._stream,
+            stream=lambda stream: stream,
             current_stream=self.current_stream,
             current_device=lambda: 0,
             set_device=lambda device: None,
@@ -153,15 +160,6 @@ class Simulation:
     def current_stream(self, device: object = None) -> Stream:
         streams = getattr(_THREADS, "streams", ())
         return streams[-1] if streams else self.compute
-
-    @contextlib.contextmanager
-    def _stream(self, stream: Stream) -> Iterator[None]:
-        streams = _THREADS.__dict__.setdefault("streams", [])
-        streams.append(stream)
-        try:
-            yield
-        finally:
-            streams.pop()
 
     def _pin(self, address: int, nbytes: int, flags: int) -> int:
         self.pinned.append((address, address + nbytes))
@@ -420,10 +418,11 @@ class SimulatedCuda(CudaDevice):
             self.simulation.note_source(source)
         super().copy(direction, target, source, after, listener)
 
-    def enqueue(self, direction, target, source, after, name):
+    def enqueue(self, direction, copies, after, name):
         if direction == "d2h":
-            self.simulation.note_source(source)
-        return super().enqueue(direction, target, source, after, name)
+            for _, source in copies:
+                self.simulation.note_source(source)
+        return super().enqueue(direction, copies, after, name)
 
     def _on_stream(self, direction, work, after, name):
         self.simulation.transfers[direction] += 1

@@ -18,11 +18,13 @@ from zcompile.config import Config
 from zcompile.errors import Unsupported
 from zcompile.ir.types import EntryKind
 from zcompile.ir.units import MiB
+from zcompile.runtime import open as opening
 from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cuda import CudaDevice, Mark
 from zcompile.runtime.store.placement import Tiers
 from zcompile.runtime.store.store import Store
-from zcompile.runtime.transfer.one_copy import MOST_UNSEEN
+from zcompile.runtime.tiers import host
+from zcompile.runtime.transfer.one_copy import MOST_UNSEEN, OneCopy
 from zcompile.runtime.transfer.queue import Backlog
 
 SIZE = 2 * MiB
@@ -118,7 +120,7 @@ def memory_that_compute_had(store):
 
 def copy_to_memory_that_compute_had(store):
     memory, host = memory_that_compute_had(store), store.device.host_block(SIZE)
-    store.device.enqueue("h2d", memory, host, [], "w")
+    store.device.enqueue("h2d", [(memory, host)], [], "w")
 
 
 def copy_for_ranks_to_memory_that_compute_had(store):
@@ -683,3 +685,24 @@ def test_a_copy_ends_after_what_it_follows_though_its_own_event_says_nothing(sto
     store.is_idle()
     with pytest.raises(RuntimeError, match="the link broke"):
         back.join_compute()
+
+
+def test_an_entry_that_crosses_blocks_of_the_host_is_copied_by_the_device_alone(monkeypatch):
+    """Half of it lies in one block, and half in the next."""
+    monkeypatch.setattr(host, "BLOCK_BYTES", 3 * MiB)
+    monkeypatch.setattr(opening, "HostTier", lambda *given, whole: host.HostTier(*given))
+    with simulated() as simulation:
+        store = Store(Config(device="cpu", device_memory="4MiB", host_memory="8MiB"))
+        store.simulation = simulation
+        create(store, "before")
+        entry = create(store, "w")
+        assert len(entry.place.tier.pieces(entry.place.extent, 0, SIZE)) == 2
+        source = store.arena.slot(0, SIZE)
+        source.copy_(torch.arange(SIZE, dtype=torch.int64).to(torch.uint8))
+        written = store.put(entry, source, after=[store.device.mark()])
+        read = store.fetch(entry, store.arena.slot(SIZE, SIZE))
+        assert (type(written), type(read)) == (OneCopy, OneCopy)
+        read.join_compute()
+        assert torch.equal(store.arena.slot(SIZE, SIZE), source)
+        assert not simulation.memory.pairs
+        store.close()

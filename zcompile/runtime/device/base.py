@@ -60,15 +60,15 @@ class CopyStreams(Protocol):
     def enqueue(
         self,
         direction: Direction,
-        target: Tensor,
-        source: Tensor,
+        copies: Sequence[tuple[Tensor, Tensor]],
         after: Sequence[Ticket],
         name: str,
     ) -> Ticket:
-        """Enqueue a copy between host and device memory behind the marks `after`.
+        """Enqueue copies between host and device memory behind the marks `after`.
 
-        Returns a mark that is complete once the copy is over; nobody hears of that. The caller
-        keeps target and source alive until then, or until compute waits for the mark.
+        Returns a mark that is complete once they are over; nobody hears of that. The caller keeps
+        targets and sources alive until then, or until compute waits for the mark.
+        copies  (target, source) of each
         name    of the entry whose bytes are copied, for people
         raises  RuntimeError
         """

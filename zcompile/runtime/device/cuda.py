@@ -246,7 +246,7 @@ class CudaDevice:
         """
         self.enter_thread()
         stream, made = self._streams[direction], Mark(self)
-        with _CUDA.stream(stream):
+        with stream:
             for mark in after:
                 assert isinstance(mark, Mark)
                 stream.wait_event(mark.event)
@@ -257,15 +257,13 @@ class CudaDevice:
     def enqueue(
         self,
         direction: Direction,
-        target: Tensor,
-        source: Tensor,
+        copies: Sequence[tuple[Tensor, Tensor]],
         after: Sequence[Ticket],
         name: str,
     ) -> Ticket:
-        work = partial(target.copy_, source, non_blocking=True)
         with self._locks[direction]:
-            mark = self._on_stream(direction, work, after, name)
-        self._meter.moved(direction, target.numel())
+            mark = self._on_stream(direction, partial(_copy_each, copies), after, name)
+        self._meter.moved(direction, sum([target.numel() for target, _ in copies]))
         return mark
 
     def copier(self, name: str) -> "CudaCopier":
@@ -302,6 +300,11 @@ class CudaDevice:
         listener.landed(error)
 
 
+def _copy_each(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for target, source in copies:
+        target.copy_(source, non_blocking=True)
+
+
 class CudaCopier:
     """A `Copier` on a stream.
 
@@ -315,7 +318,7 @@ class CudaCopier:
     def enqueue(self, target: Tensor, source: Tensor) -> "Mark":
         self._device.enter_thread()
         made = Mark(self._device)
-        with _CUDA.stream(self._stream):
+        with self._stream:
             target.copy_(source, non_blocking=True)
             made.event.record(self._stream)
         return made

@@ -1,10 +1,11 @@
-"""A transfer that is one copy on a stream of the device: what most of a step's transfers are.
+"""A transfer that the device makes alone, on one of its streams: what most of a step's are.
 
-An entry that rests in host memory, whole and in one piece, is copied by the device alone, behind
-events of whatever uses the same bytes. Nothing of that is for the host to do: the copy is enqueued
-where it is asked for, and its event is all that is left of it. `CopyEnds` knows those of which the
-host has not heard that they are over. Who enqueues others looks now and then which events have
-passed (`look`); a thread waits for events only where somebody asks to hear of an end (`hear`).
+An entry that rests in host memory, whole, is copied by the device alone, behind events of whatever
+uses the same bytes; where it crosses blocks of host memory, piece by piece. Nothing of that is for
+the host to do: the copy is enqueued where it is asked for, and its event is all that is left of it.
+`CopyEnds` knows those of which the host has not heard that they are over. Who enqueues others looks
+now and then which events have passed (`look`); a thread waits for events only where somebody asks
+to hear of an end (`hear`).
 
     a fetch, a put        one copy                          through promises
     enqueued              by who asks                       by who asks, or a thread of the queue
@@ -74,23 +75,39 @@ class OneCopy(InFlight):
         self._heard: Promise | None = None
         self._released: Callback | None = None
 
-    def home_piece(self) -> Tensor | None:
-        """The bytes where they rest; None, if they are not all there, or in several pieces."""
+    def home_pieces(self) -> Sequence[tuple[int, Tensor]] | None:
+        """The bytes where they rest, as (first byte of the entry, memory); None, if they are not
+        all there."""
         place = self.place
         if not self.writes and not place.written.holds(self.begin, self.end):
             return None
-        pieces = place.tier.pieces(place.extent, self.begin, self.end)
-        return pieces[0][1] if len(pieces) == 1 else None
+        return place.tier.pieces(place.extent, self.begin, self.end)
 
-    def enqueue(self, home: Tensor, marks: Sequence[Ticket], follows: "Sequence[OneCopy]") -> None:
-        """Start, behind marks of compute and other copies. raises RuntimeError"""
+    def _copies(self, home: Sequence[tuple[int, Tensor]]) -> Sequence[tuple[Tensor, Tensor]]:
+        """(target, source) of each piece."""
         memory = self._memory
         assert memory is not None, "it is started once"
-        target, source = (home, memory) if self.writes else (memory, home)
+        if len(home) == 1:
+            parts = [(memory, home[0][1])]
+        else:
+            parts = [
+                (memory[at - self.begin : at - self.begin + piece.numel()], piece)
+                for at, piece in home
+            ]
+        return [(piece, part) for part, piece in parts] if self.writes else parts
+
+    def enqueue(
+        self,
+        home: Sequence[tuple[int, Tensor]],
+        marks: Sequence[Ticket],
+        follows: "Sequence[OneCopy]",
+    ) -> None:
+        """Start, behind marks of compute and other copies. raises RuntimeError"""
+        copies = self._copies(home)
         if follows:
             marks = [*marks, *(other.mark for other in follows if other.mark is not None)]
             self.follows = [other for other in follows if not other.ended]
-        self.mark = self.streams.enqueue(self.direction, target, source, marks, self.place.name)
+        self.mark = self.streams.enqueue(self.direction, copies, marks, self.place.name)
         if self.writes and not self.place.written.holds(self.begin, self.end):
             self.place.written.add(self.begin, self.end)
 

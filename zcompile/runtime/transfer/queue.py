@@ -120,7 +120,7 @@ class TransferQueue:
         with self._lock:
             self.check(place)
             _check_use(copy)
-            home = copy.home_piece()
+            home = copy.home_pieces()
             if home is None:
                 return False
             for blocker in place.blockers(copy):

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 import zcompile
 from zcompile.frontend.dry_run.plan import Traced, trace
+from zcompile.frontend.gc_pause import gc_paused
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.units import GiB, MiB
 from zcompile.machine.cost import TransferModes
@@ -283,11 +284,12 @@ def dry(case: Case) -> list[Row]:
     traced, terms = traced_dry(case)
     rows = []
     for budget, given in budgeted(traced, terms):
-        began = time.perf_counter()
-        found = evaluated(
-            traced.step, given, traced.held_bytes, traced.chunk_bytes, False, traced.reads.get
-        )
-        took = time.perf_counter() - began
+        with gc_paused():  # as where a user's step is planned
+            began = time.perf_counter()
+            found = evaluated(
+                traced.step, given, traced.held_bytes, traced.chunk_bytes, False, traced.reads.get
+            )
+            took = time.perf_counter() - began
         compute_s = sum(found.compute_s.values())
         link_s = busiest(found.timeline.busy_s, given.machine.links)
         parts_s = max(compute_s, link_s)

@@ -22,7 +22,7 @@ from zcompile.planner.exchanges import IN_VAIN, TRIES, exchanged
 from zcompile.planner.host_step import with_host_updates
 from zcompile.planner.placement import Placement, Room, beside_updates, evaluate, group
 from zcompile.planner.simulator import simulate, step_seconds
-from zcompile.planner.step_plan import StepPlan, with_homes
+from zcompile.planner.step_plan import StepPlan, as_planned, with_homes
 from zcompile.verify.schedule import verify_schedule
 
 LAYERS, WIDTH, BATCH = 6, 160, 64
@@ -61,7 +61,8 @@ def seconds(made, homes) -> float:
 
 
 def exchanged_at(step: StepTrace, plan: StepPlan, asked, **how) -> StepPlan:
-    return exchanged(step, plan, COSTS, ROOM, asked, **how)
+    found, _ = exchanged(step, as_planned(step, plan), plan, COSTS, ROOM, asked, **how)
+    return found
 
 
 def planned(*on_disk: str, step: StepTrace | None = None) -> StepPlan:
@@ -97,6 +98,15 @@ def test_what_is_waited_for_changes_places_with_what_is_not():
     assert found.placement.homes != plan.placement.homes
     for call in found.step.calls:
         verify_schedule(call.schedule)
+
+
+@pytest.mark.parametrize("gains", [0.9, 1.0])
+def test_the_times_are_of_the_plan_that_is_returned(gains):
+    plan, step = planned(*FIRST_TWO), recorded()
+    takes_s, _ = asked(lambda n: plan.seconds * gains**n)
+    found, times = exchanged(step, step, plan, COSTS, ROOM, takes_s)
+    assert (found is plan) == (gains == 1.0)
+    assert times == simulate(found.step, COSTS, found.placement.homes)
 
 
 def not_asked(*_):

@@ -43,9 +43,9 @@ def test_a_shadow_price_arranges_no_placement_twice(monkeypatch):
     machine = with_tier(SMALL, "device", MiB)
     found, arrange = [], outlook.arranged
 
-    def noted(step, homes, arena):
+    def noted(step, homes, arena, known):
         found.append(tuple(homes.items()))
-        return arrange(step, homes, arena)
+        return arrange(step, homes, arena, known)
 
     monkeypatch.setattr(outlook, "arranged", noted)
     with torch.device("meta"):

@@ -38,7 +38,13 @@ from zcompile.ir.types import HELD, EntryKind, Layout, Phase
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.planner.links import LinkSimulator, SimTransfer
 from zcompile.planner.paths import LinkPaths
-from zcompile.planner.simulator import InFlight, Leaving, simulate, step_seconds
+from zcompile.planner.simulator import (
+    InFlight,
+    Leaving,
+    SimulatedSteps,
+    simulate,
+    step_seconds,
+)
 
 BLOCK = 4096
 """Of the staging ring."""
@@ -111,6 +117,23 @@ def test_what_a_step_leaves_to_write_counts_where_steps_are_compared():
     step, costs = step_of(a_call(*rows, phase=Phase.STEP)), Costs(machine())
     assert first(step).step_s == 2.0
     assert step_seconds(step, costs) == simulate(step, costs).step_s == 3.0
+
+
+def test_of_a_step_that_is_compared_forward_is_walked_once(monkeypatch):
+    """It comes behind what the step before leaves, which is what that does after its forward."""
+    walked, walk = [], SimulatedSteps._walk
+
+    def noted(steps, number, call):
+        walked.append(number)
+        walk(steps, number, call)
+
+    monkeypatch.setattr(SimulatedSteps, "_walk", noted)
+    rows = (fetching(0, 0), waiting(0), computing(1, 3), storing(0, 4, 3), freeing())
+    step = step_of(a_call(computing(0.25)), a_call(*rows, phase=Phase.STEP))
+    told, cold = simulate(step, Costs(machine())).step_s, first(step).step_s
+    walked.clear()
+    assert step_seconds(step, Costs(machine())) == told > cold
+    assert walked == [1, 0, 1]
 
 
 def test_a_fetch_that_is_early_enough_costs_nothing():

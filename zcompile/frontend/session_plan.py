@@ -168,15 +168,14 @@ def plan_of(
             plan = planned(step, kept, windows, inf if on_host else below_s)
             return None if plan is None else here_or_on_host(step, plan)
 
-        def widened(plan: StepPlan) -> StepPlan:
+        def finished(plan: StepPlan) -> StepPlan:
+            made_for = as_planned(step, plan)
             # Entries that keep the addresses of a plan before may leave holes, for which a window
             # that leaves nothing over has no room.
-            if session.homes.device.planned_bytes:
-                return plan
-            return widened_or_not(step, plan, room.nbytes["device"], seconds)
-
-        def finished(plan: StepPlan) -> StepPlan:
-            return exchanged(step, widened(plan), costs, room, seconds, commits)
+            if not session.homes.device.planned_bytes:
+                plan = widened_or_not(made_for, plan, room.nbytes["device"], seconds)
+            found, _ = exchanged(step, made_for, plan, costs, room, seconds, commits)
+            return found
 
         if wholes:
             return finished(plan_with_wholes(step, not_late, frozenset(wholes)))

@@ -35,6 +35,14 @@ NOTHING_WRITTEN: Mapping[int, int] = MappingProxyType({})
 def handover(
     now: Schedule, then: Schedule, written: Mapping[int, int] = NOTHING_WRITTEN
 ) -> Handover:
+    """`handed_over`, and the bytes that the slots of both take."""
+    starts = handed_over(now, then, written)
+    return Handover(starts, _joint_peak(now, starts))
+
+
+def handed_over(
+    now: Schedule, then: Schedule, written: Mapping[int, int] = NOTHING_WRITTEN
+) -> Mapping[int, Sequence[Instruction]]:
     """For each opening fetch of `then`, the instruction of `now` after which it may start.
 
     Opening fetches are those before the first compute of `then`. Each starts after the last fetch
@@ -46,15 +54,16 @@ def handover(
     """
     rows = list(enumerate(now.effects))
     last_fetch = max((i for i, x in rows if x.lane is IN), default=0)
-    frees = [(i, x.gives_back) for i, x in rows if x.gives_back is not None]
+    frees = [(i, x.gives_back) for i, x in reversed(rows) if x.gives_back is not None]
     ready: dict[int, list[Instruction]] = {}
     for fetch in _opening(then):
-        x = fetch.effects
-        under = [i for i, slot in frees if x.takes is not None and slot.overlaps(x.takes)]
-        at = max([last_fetch, 0 if x.ticket is None else written.get(x.ticket, 0), *under])
+        x, under = fetch.effects, 0
+        if (slot := x.takes) is not None:
+            under = next((i for i, freed in frees if freed.overlaps(slot)), 0)
+        at = max(last_fetch, 0 if x.ticket is None else written.get(x.ticket, 0), under)
         if at < len(now.instructions):
             ready.setdefault(at, []).append(fetch)
-    return Handover(ready, _joint_peak(now, ready))
+    return ready
 
 
 def passes_by(schedule: Schedule, then: Schedule, written: Mapping[int, int]) -> bool:

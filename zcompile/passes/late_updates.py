@@ -97,7 +97,8 @@ def bytes_at_once(program: RegionProgram, room_bytes: int) -> Iterator[tuple[Ent
             continue
         nbytes = aligned(value.nbytes)
         if (update := late.get(value.entry)) is not None:
-            others = _other_operands(update.row, update.weight, update.row.numel)
+            row = _streamed(update.row)
+            others = _other_operands(row, update.weight, row.numel)
             elements = _chunk_elements(others, room_bytes, rows)
             nbytes += set_bytes(others, min(elements, others.numel))
         yield value.entry, nbytes
@@ -263,19 +264,19 @@ class _Joining:
         updated  what column `place` is: a value, of which each chunk is a part; or a share, which
                  all chunks read in this register
         """
-        row = self.late.updates[number].row
+        row = _streamed(self.late.updates[number].row)
         others = _other_operands(row, place, count)
         elements = _chunk_elements(others, self.room_bytes, self.late)
         for first in range(begin, begin + count, elements):
             last = min(begin + count, first + elements)
-            self._chunk(number, place, updated, first, last)
+            self._chunk(number, row, place, updated, first, last)
 
     def _chunk(
-        self, late: int, place: int, updated: ReadValue | Register, first: int, last: int
+        self, late: int, row: Row, place: int, updated: ReadValue | Register, first: int, last: int
     ) -> None:
-        """Add the update of elements [first, last); `updated` as of `_chunks`."""
+        """Add the update of elements [first, last) of a row; `updated` as of `_chunks`."""
         update, number = self.late.updates[late], len(self.regions)
-        row, in_parts = update.row, isinstance(updated, ReadValue)
+        in_parts = isinstance(updated, ReadValue)
         registers = []
         for n, column in enumerate(row.columns):
             if n == place and not isinstance(updated, ReadValue):
@@ -306,15 +307,20 @@ class _Joining:
                 )
             )
         plains = [Register(self.before.outline.registers + plain) for plain in row.plains]
-        region = _region(update, None if in_parts else place, first, last)
+        region = _region(update, row, None if in_parts else place, first, last)
         self.regions.append(
             Run(region, (*registers, *plains), (), late=LateChunk(late, first, last))
         )
 
 
+def _streamed(row: Row) -> Row:
+    """A row of which nothing rests on the device."""
+    return replace(row, columns=tuple(replace(column, resident=False) for column in row.columns))
+
+
 def _other_operands(row: Row, place: int, count: int) -> Row:
     """What comes in chunks to update `count` elements of column `place`: all columns but that."""
-    others = tuple(replace(c, resident=False) for n, c in enumerate(row.columns) if n != place)
+    others = tuple(column for n, column in enumerate(row.columns) if n != place)
     return replace(row, numel=count, columns=others)
 
 
@@ -328,18 +334,18 @@ def _chunk_elements(row: Row, room_bytes: int | None, late: LateRows) -> int:
     return chunk_elements(row, share, late.chunk_bytes) or CHUNK_ELEMENTS
 
 
-def _region(update: LateUpdate, whole: int | None, first: int, last: int) -> Region:
+def _region(update: LateUpdate, row: Row, whole: int | None, first: int, last: int) -> Region:
     """The region of a chunk of a late update. It takes as long as that chunk in a step, and its
     costs are the same.
 
+    row    of the update, streamed
     whole  which column is given whole; None: of each it is given the chunk
     """
-    columns = tuple(replace(column, resident=False) for column in update.row.columns)
-    made = chunk_region(update.name, replace(update.row, columns=columns), first, last)
-    made = replace(made, text=update.row.columns[update.weight].name)
+    made, text = chunk_region(update.name, row, first, last), row.columns[update.weight].name
     if whole is None:
-        return made
-    return replace(made, call=partial(_update_within, update.row.compute, whole, first, last))
+        return replace(made, text=text)
+    within = partial(_update_within, row.compute, whole, first, last)
+    return replace(made, text=text, call=within)
 
 
 def _update_within(

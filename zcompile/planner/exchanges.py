@@ -31,7 +31,6 @@ from zcompile.planner.simulator import simulate
 from zcompile.planner.step_plan import (
     Seconds,
     StepPlan,
-    as_planned,
     seconds_with_commit,
     with_homes,
 )
@@ -48,25 +47,27 @@ GAINS = 1.0005
 
 def exchanged(
     step: StepTrace,
+    made_for: StepTrace,
     plan: StepPlan,
     costs: Costs,
     room: Room,
     seconds: Seconds,
     commit_bytes_per_s: float | None = None,
-) -> StepPlan:
-    """`plan`, or a faster one with as many bytes on each tier.
+) -> tuple[StepPlan, Timeline]:
+    """`plan`, or a faster one with as many bytes on each tier; and its times.
 
-    step     as it was recorded
-    costs    at which steps are simulated
-    room     bytes of each tier for the entries of this step, the whole arena among them
-    seconds  simulates an arranged step
+    step      as it was recorded
+    made_for  that the plan was arranged from (`as_planned`)
+    costs     at which steps are simulated
+    room      bytes of each tier for the entries of this step, the whole arena among them
+    seconds   simulates an arranged step
     commit_bytes_per_s  as of `plan_late_or_not`
     """
-    made_for, known, updates = as_planned(step, plan), Arrangements(), _updates(step)
+    known, updates = Arrangements(), _updates(step)
     tried, in_vain = {tuple(plan.placement.homes.values())}, 0
     takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
-    best, best_s = plan, takes_s(plan)
-    exchanges = _exchanges(made_for, best, updates, costs)
+    best, best_s, times = plan, takes_s(plan), simulate(plan.step, costs, plan.placement.homes)
+    exchanges = _exchanges(made_for, best, updates, times)
     while in_vain < IN_VAIN and len(tried) <= TRIES and (pair := next(exchanges, None)) is not None:
         homes, (near, far) = dict(best.placement.homes), pair
         homes[near], homes[far] = homes[far], homes[near]
@@ -79,25 +80,26 @@ def exchanged(
             found_s = takes_s(found)
             if found_s * GAINS < best_s:
                 best, best_s, in_vain = found, found_s, 0
-                exchanges = _exchanges(made_for, best, updates, costs)
+                times = simulate(best.step, costs, homes)
+                exchanges = _exchanges(made_for, best, updates, times)
     if best is plan:
-        return plan
+        return plan, times
     compute = demand_of(made_for, costs.region_seconds).phases_s
     rests = best.placement.homes
     placement = moved(plan.placement, rests, made_for, costs.machine, room, compute)
-    return replace(best, placement=placement)
+    return replace(best, placement=placement), times
 
 
 def _exchanges(
-    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], costs: Costs
+    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], times: Timeline
 ) -> Iterator[tuple[EntryRef, EntryRef]]:
     """Entries to exchange, (nearer by, farther away), those that promise most first.
 
     step     that `plan` was arranged from
     updates  as of `_updates`
+    times    of the plan
     """
     homes = plan.placement.homes
-    times = simulate(plan.step, costs, homes)
     waits = defaultdict[EntryRef, float](float)
     for ref, awaited_s in _awaited(plan.step, times).items():
         waits[updates.get(ref, ref)] += awaited_s

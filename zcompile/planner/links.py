@@ -206,7 +206,17 @@ class LinkSimulator:
             if other.queued_s is None:
                 other.after_queued.append(transfer)
                 transfer.blockers += 1
-        self._at(at_s if at_s > self.now else self.now, LinkSimulator._unblock, transfer)
+        if at_s <= self.now:
+            self._unblock(transfer)
+        else:
+            self._at(at_s, LinkSimulator._unblock, transfer)
+
+    def compute(self, task: SimTransfer, seconds: float) -> float:
+        """Let everything happen while a task of compute goes on, from now on; returns its end."""
+        task.begin_s = self.now
+        self.advance(self.now + seconds)
+        task.queued_s = task.over_s = task.home_s = self.now
+        return self.now
 
     def advance(self, to_s: float) -> None:
         """Let everything happen until `to_s`."""

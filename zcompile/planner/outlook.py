@@ -18,7 +18,7 @@ from zcompile.ir.units import GiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import TIERS, Machine
 from zcompile.machine.staging import backlog_bytes, behind_bytes, staging_size
-from zcompile.passes.arrange import ArenaShare, arranged
+from zcompile.passes.arrange import ArenaShare, Arrangements, arranged
 from zcompile.planner.bounds import Bound, Demand, bound, demand_of
 from zcompile.planner.exchanges import exchanged
 from zcompile.planner.floor import Floor, floor
@@ -26,7 +26,7 @@ from zcompile.planner.host_step import demand_on_host, floor_on_host, reaching
 from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import Room, group, lane_seconds, place
-from zcompile.planner.simulator import simulate, step_seconds
+from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
     UNBOUNDED_LEAD,
     StepPlan,
@@ -271,15 +271,15 @@ def evaluated(
         planned = plan_with_wholes(step, not_late, wanted)
     elif several and terms.stage != 3:
         planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
-    planned = widened_or_not(step, planned, arena_bytes, seconds)
-    planned = exchanged(step, planned, costs, room, seconds)
     step, base = as_planned(step, planned), step
+    planned = widened_or_not(step, planned, arena_bytes, seconds)
+    planned, timeline = exchanged(base, step, planned, costs, room, seconds)
     compute_s = demand_of(step, costs.region_seconds).phases_s
     homes = planned.placement.homes
     used, groups = _used(step, homes), group(step, terms.machine, room, planned.placement.stay)
     return Evaluation(
         plan=planned,
-        timeline=simulate(planned.step, costs, homes),
+        timeline=timeline,
         bound=least,
         floor=min(
             (
@@ -417,9 +417,11 @@ def shadow_prices(
         rounded, whole = (place(*terms, whole, groups).homes for whole in (False, True))
         return [rounded] if whole == rounded else [rounded, whole]
 
+    known = Arrangements()
+
     def seconds(homes: Mapping[EntryRef, str]) -> float:
         with suppress(BudgetExceeded):
-            return step_seconds(arranged(step, homes, planned.arena), costs, homes)
+            return step_seconds(arranged(step, homes, planned.arena, known), costs, homes)
         return inf
 
     # With entries as they would be placed here, and not where exchanges brought them: so they will

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from zcompile.errors import Unsupported
 from zcompile.ir.effects import GRADIENT, IN, Effects, HomeAccess, Instruction
-from zcompile.ir.handover import handover, last_writes, passes_by
+from zcompile.ir.handover import handed_over, last_writes, passes_by
 from zcompile.ir.partition import Crossing, exchanged, gathered, summed_over_replicas
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import EntryKind, EntryRef, Phase
@@ -132,7 +132,7 @@ class LinkPaths:
             if passes_by(now.schedule, then.schedule, written):
                 found.append((None, {}))
             else:
-                found.append((then, handover(now.schedule, then.schedule, written).starts))
+                found.append((then, handed_over(now.schedule, then.schedule, written)))
                 then = now
         return found[::-1]
 

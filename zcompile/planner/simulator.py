@@ -325,11 +325,12 @@ class SimulatedSteps:
         self._traffic.until(self._compute, "over_s")
         return ends[-1]() - before() if ends else 0.0
 
-    def step(self) -> list[Callable[[], float]]:
-        """Walk all calls; returns functions that give the end of each, once all traffic is over."""
+    def step(self, first: int = 0) -> list[Callable[[], float]]:
+        """Walk all calls from the `first` on; returns functions that give the end of each, once all
+        traffic is over."""
         self._begin()
         ends = []
-        for number, call in enumerate(self._calls):
+        for number, call in list(enumerate(self._calls))[first:]:
             before = self._calls[number - 1].schedule
             self._host += self._costs.gap_seconds(before, call.schedule)
             self._walk(number, call)
@@ -442,9 +443,14 @@ class SimulatedSteps:
         before, self._compute = self._compute, task
         issued = self._host
         self._traffic.advance(self._host)
-        self._traffic.start(task, self._host, (before, *after))
-        if not self._asynchronous:
-            self._host = self._traffic.until(task, "over_s")
+        if self._asynchronous or cores:
+            self._traffic.start(task, self._host, (before, *after))
+            if not self._asynchronous:
+                self._host = self._traffic.until(task, "over_s")
+        else:  # nothing is left before it but `after`, and nothing follows it until it is over
+            for transfer in after:
+                self._traffic.until(transfer, "over_s")
+            self._host = self._traffic.compute(task, seconds)
         return ComputeTask(before, issued, task)
 
     def _update(self, x: Effects) -> None:
@@ -687,10 +693,6 @@ def _heard_of(
 REPEATS = 3
 """Walks of a step. The first begins with idle links and nothing ahead; by the third a step leaves
 to the next what it was left itself."""
-COMPARED = 2
-"""Walks of a step that is only compared with others. One is too few: what the first leaves to write
-it never waits for, so plans that write much would seem fast. The second takes as long as the third,
-but where links need more than a step to come to rest."""
 
 
 def simulate(
@@ -715,13 +717,24 @@ def step_seconds(
     step: StepTrace,
     costs: Costs,
     homes: Mapping[EntryRef, str] | None = None,
-    repeats: int = COMPARED,
 ) -> float:
-    """`step_s` of what `simulate` returns, sooner: for one of many that are compared."""
+    """`step_s` of what `simulate` returns, sooner: for one of many that are compared.
+
+    The step is walked once, behind what the step before does after its forward. A walk that begins
+    with idle links is too little: what it leaves to write it never waits for, so plans that write
+    much would seem fast. What it leaves is what its backward and optimizer leave, whatever was on
+    its way when backward began; but where links need more than a step to come to rest.
+    """
     walk = SimulatedSteps(step, costs, homes or {}, tells=False)
-    for _ in range(repeats - 1):
-        walk.step()
+    walk.step(_behind_forward(step))
     return walk.seconds()
+
+
+def _behind_forward(step: StepTrace) -> int:
+    """The number of the first call behind all forwards; 0, if there is none."""
+    forwards = [n for n, call in enumerate(step.calls) if call.phase is Phase.FORWARD]
+    behind = forwards[-1] + 1 if forwards else 0
+    return behind if behind < len(step.calls) else 0
 
 
 def predicted(

@@ -520,7 +520,7 @@ def widened_or_not(
 ) -> StepPlan:
     """`plan`, or a faster one with the same residents that streams through all that they leave.
 
-    step          as it was recorded
+    step          that the plan was arranged from (`as_planned`)
     device_bytes  of the whole arena
     """
     left, window = _left_by(plan, device_bytes), plan.arena.window_bytes
@@ -528,7 +528,7 @@ def widened_or_not(
         return plan
     with suppress(BudgetExceeded):
         wider = replace(plan.arena, window_bytes=left)
-        found = _planned(as_planned(step, plan), plan.placement, wider, seconds)
+        found = _planned(step, plan.placement, wider, seconds)
         if found.seconds < plan.seconds:
             return replace(plan, arena=wider, step=found.step, seconds=found.seconds)
     return plan

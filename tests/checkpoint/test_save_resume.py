@@ -189,38 +189,51 @@ def normed_on_meta(path):
     return plain, zcompile.offload(model, **SMALL)
 
 
-@pytest.mark.parametrize("by", ["zcompile.load", "load_state_dict"])
+BRINGING = {
+    "zcompile.load": lambda model, path, plain: zcompile.load(model, path),
+    "zcompile.resume": lambda model, path, plain: zcompile.resume(path, model),
+    "load_state_dict": lambda model, path, plain: model.load_state_dict(
+        plain.state_dict(), assign=True
+    ),
+    "load_state_dict of submodules": lambda model, path, plain: [
+        layer.load_state_dict(like.state_dict(), assign=True)
+        for layer, like in zip(model, plain, strict=True)
+    ],
+}
+"""What brings the values of a model on `meta`."""
+
+
+@pytest.mark.parametrize("by", BRINGING)
 def test_buffers_on_meta_get_memory_with_their_values_and_stay_shared(by, tmp_path):
     plain, model = normed_on_meta(tmp_path / "c")
-    if by == "zcompile.load":
-        assert zcompile.load(model, tmp_path / "c") == ([], [])
+    BRINGING[by](model, tmp_path / "c", plain)
+    if by.startswith("zcompile."):
         assert model[2].running_mean is model[1].running_mean
-    else:
-        model.load_state_dict(plain.state_dict(), assign=True)
     assert_alike(model, plain)
     assert model[0].scratch.is_meta, "nobody has a value for it"
     x = torch.randn(8, 4)
     assert torch.equal(model(x).cpu(), plain(x))
 
 
-def test_buffers_whose_values_did_not_come_are_on_meta_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by", ["zcompile.load", "zcompile.resume"])
+def test_buffers_whose_values_did_not_come_are_on_meta_again(by, tmp_path, monkeypatch):
     plain, model = normed_on_meta(tmp_path / "c")
     fill = Loader.fill
 
     def failing(self, file, name, *rest):
-        if name == "1.running_var":
+        if name.endswith("1.running_var"):
             raise OSError(5, "Input/output error")
         fill(self, file, name, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(Loader, "fill", failing)
         with pytest.raises(OSError, match="Input/output"):
-            zcompile.load(model, tmp_path / "c")
+            BRINGING[by](model, tmp_path / "c", plain)
     assert model[1].running_var.is_meta
     for name, buffer in model.named_buffers():
         if not buffer.is_meta:
             assert torch.equal(buffer, plain.get_buffer(name))
-    zcompile.load(model, tmp_path / "c")
+    BRINGING[by](model, tmp_path / "c", plain)
     assert_alike(model, plain)
 
 

@@ -1,11 +1,20 @@
 """What compiled graphs hold beside the arena: measured as it is, equal to what was predicted."""
 
 import itertools
-from dataclasses import replace
 from functools import partial
 
 import pytest
-from planned_runs import STEPS, begun, gpt, held_bytes, ids, offloaded, review_no_plan, train
+from planned_runs import (
+    MACHINE,
+    STEPS,
+    begun,
+    gpt,
+    held_bytes,
+    ids,
+    offloaded,
+    review_no_plan,
+    train,
+)
 from sampled import sampled, sampled_rows
 from torch import optim
 
@@ -14,7 +23,6 @@ from zcompile.frontend.offload import session_behind
 from zcompile.ir.types import ALIGNMENT
 from zcompile.ir.units import Bytes, KiB
 from zcompile.planner import step_plan
-from zcompile.planner.placement import place
 from zcompile.runtime.profile import ListResults
 
 BUDGETS = {"keep": Bytes(112 * KiB), "recompute": Bytes(64 * KiB), "offload": Bytes(64 * KiB)}
@@ -53,16 +61,15 @@ def test_what_finds_no_berth_is_not_predicted_to_rest_on_the_device(window, monk
     none of them."""
     review_no_plan(monkeypatch)
     model, compiled, optimizer = begun(
-        2, 2, layers=2, device_memory=Bytes(70 * KiB), activations="recompute"
+        2, 2, layers=2, device_memory=Bytes(70 * KiB), activations="recompute", machine=MACHINE
     )
     session = session_behind(model)
     assert session.arena.budget_bytes % ALIGNMENT
 
-    def windows(step, machine, room, arena, compute_seconds, stay):
-        left = {**room.nbytes, "device": room.nbytes["device"] - window}
-        yield window, place(step, machine, replace(room, nbytes=left), compute_seconds, stay)
+    def one(step, whole, arena, beside):
+        yield window, beside(window)
 
-    monkeypatch.setattr(step_plan, "_windows", windows)
+    monkeypatch.setattr(step_plan, "_windows", one)
     train(model, compiled, optimizer, 2, 4, 2)
     plan = session.controller.plan
     assert plan.arena.window_bytes == window

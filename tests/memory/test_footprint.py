@@ -12,6 +12,7 @@ import torch
 from byte_meter import Meter
 from e2e.models import CASES
 from joint import captured
+from moved import forced
 from offloaded import Twins, twins
 from sampled import sampled
 from small_models import SMALL_MODELS, UNALIKE, small
@@ -283,6 +284,42 @@ def test_values_scattered_into_a_weight_take_the_bytes_of_that_weight_alone(monk
     pair, x = twins(ScatteredInto(), device_memory="1MiB"), torch.randn(8, 64)
     with watched(monkeypatch) as found:
         walked_twice(pair, found, x)
+    for _ in range(2):
+        pair.plain(x).backward()
+    assert pair.same()
+
+
+class RowsReplaced(torch.autograd.Function):
+    """A sine whose backward multiplies by `x` with other rows in it, and not by the cosine."""
+
+    @staticmethod
+    def forward(context, x: Tensor) -> Tensor:
+        context.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(context, gradient: Tensor) -> Tensor:
+        (x,) = context.saved_tensors
+        return gradient * torch.slice_scatter(x, gradient[:2], 0, 0, 2)
+
+
+class ScatteredIntoSaved(nn.Module):
+    """Values are scattered into one that forward saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RowsReplaced.apply(self.inner(x)).square().sum()
+
+
+def test_values_scattered_into_one_that_came_back_take_its_bytes_alone(monkeypatch):
+    x = torch.randn(8, 64)
+    with forced("host") as decided, watched(monkeypatch) as found:
+        pair = twins(ScatteredIntoSaved(), device_memory="1MiB")
+        walked_twice(pair, found, x)
+    assert decided == [(0, 2)]
     for _ in range(2):
         pair.plain(x).backward()
     assert pair.same()

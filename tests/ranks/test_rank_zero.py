@@ -4,6 +4,7 @@ import io
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -50,11 +51,11 @@ def tensors_of(model, optimizer):
     return [*model.parameters(), *states]
 
 
-def saved_by_rank_zero(mesh, directory, fields):
-    """Train, save as a script does that knows of one process, and train on."""
-    made = offloaded(mesh, disk=directory, **fields)
+def saved_within(made):
+    """Save as a script does that knows of one process: whether this is rank 0, what is saved, and
+    the bytes that ranks brought for it."""
     model, optimizer, _ = made
-    expected, memory = go_on(mesh, made), io.BytesIO()
+    memory = io.BytesIO()
     moved = zcompile.stats(model)["fabric"]["bytes"]
     with zcompile.rank_zero_reads(model, optimizer) as is_rank_zero:
         if is_rank_zero:
@@ -66,10 +67,78 @@ def saved_by_rank_zero(mesh, directory, fields):
             weight = next(model.parameters())
             assert torch.equal(weight.clone(), torch.from_numpy(weight.numpy(force=True).copy()))
     brought = zcompile.stats(model)["fabric"]["bytes"]["gather"] - moved["gather"]
-    assert state_of(model, optimizer) == expected
+    return is_rank_zero, memory.getvalue(), brought
+
+
+def failing_within(made, rank, who):
+    """One rank raises within: what this one is told."""
+    weight = next(made[0].parameters())
+    try:
+        with zcompile.rank_zero_reads(made[0]) as is_rank_zero:
+            if rank == who:
+                raise OSError("no space left")
+            if is_rank_zero:
+                assert weight.detach().cpu().any()
+    except (OSError, RankZeroFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused_within(made, rank):
+    """What this rank is told of what it may not do within."""
+    model, optimizer, run = made
+    run(*batch(3, rank)).backward()
+    weight, told = next(model.parameters()), {}
+
+    def attempt(name, act):
+        try:
+            act()
+        except Unsupported as error:
+            told[name] = str(error)
+
+    with zcompile.rank_zero_reads(model):
+        attempt("read", lambda: weight.detach().cpu())
+        attempt("read a gradient", lambda: weight.grad.cpu())
+        attempt("read a state", lambda: optimizer.state[weight]["exp_avg"].numpy())
+        attempt("write", lambda: weight.detach().zero_())
+        attempt("call", lambda: run(*batch(3, rank)))
+        attempt("step", optimizer.step)
+        attempt("measure", lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        attempt("save", lambda: zcompile.save("nowhere", model))
+        attempt("close", lambda: zcompile.close(model))
+        attempt("enter again", lambda: zcompile.rank_zero_reads(model).__enter__())
+    optimizer.zero_grad()
+    return told
+
+
+@dataclass(frozen=True)
+class Within:
+    """What one rank met within, and what it trained to.
+
+    refused   each attempt -> what it was told
+    failed    what it was told where rank 0 failed, and where rank 1 did
+    saved     as `saved_within` has it
+    expected  its state before all that, and behind it
+    found     its state a step later
+    """
+
+    refused: dict[str, str]
+    failed: list[str]
+    saved: tuple[bool, bytes, int]
+    expected: list[object]
+    found: object
+
+
+def all_within(mesh, directory, fields):
+    made = offloaded(mesh, disk=directory, **fields)
+    rank, expected = mesh.get_local_rank(), [go_on(mesh, made)]
+    refused = refused_within(made, rank)
+    failed = [failing_within(made, rank, who) for who in (0, 1)]
+    saved = saved_within(made)
+    expected.append(state_of(*made[:2]))
     found = go_on(mesh, made, range(3, 4))
-    zcompile.close(model)
-    return is_rank_zero, expected, memory.getvalue(), brought, found
+    zcompile.close(made[0])
+    return Within(refused, failed, saved, expected, found)
 
 
 def never_saved(mesh):
@@ -86,6 +155,17 @@ def undisturbed(pool):
     return cache(lambda ranks: pool.run(never_saved, ranks))
 
 
+@pytest.fixture(scope="module")
+def within(pool, tmp_path_factory):
+    """Of each rank what it met; once for all tests that ask for as many with these fields."""
+
+    @cache
+    def rows(ranks, **fields):
+        return pool.run(all_within, ranks, str(tmp_path_factory.mktemp("disk")), fields)
+
+    return rows
+
+
 @pytest.mark.parametrize(
     ("ranks", "fields"),
     sampled_rows(
@@ -94,87 +174,47 @@ def undisturbed(pool):
         (2, {"partition": "owner"}),
     ),
 )
-def test_rank_zero_saves_as_a_process_alone_does(pool, undisturbed, ranks, fields, tmp_path):
-    rows = pool.run(saved_by_rank_zero, ranks, str(tmp_path), fields)
-    assert [row[0] for row in rows] == [True] + [False] * (ranks - 1)
-    expected = rows[0][1]
-    weights, states = torch.load(io.BytesIO(rows[0][2]))
+def test_rank_zero_saves_as_a_process_alone_does(within, ranks, fields):
+    rows = within(ranks, **fields)
+    assert [row.saved[0] for row in rows] == [True] + [False] * (ranks - 1)
+    expected = rows[0].expected[0]
+    weights, states = torch.load(io.BytesIO(rows[0].saved[1]))
     plain = words()
     plain.load_state_dict(weights)
     again = adamw(plain.parameters())
     again.load_state_dict(states)
     assert state_of(plain, again) == expected
-    assert [row[4] for row in rows] == undisturbed(ranks)
     # Whoever is not rank 0 has sent its shares, and nothing else; where one owns, it may have none.
-    assert sum(row[3] for row in rows[1:]) > 0
+    assert sum(row.saved[2] for row in rows[1:]) > 0
 
 
-def interrupted_on(mesh, who):
-    """One rank raises within the context: what each is told, and what all train to behind it."""
-    made = offloaded(mesh)
-    go_on(mesh, made)
-    weight = next(made[0].parameters())
-    try:
-        with zcompile.rank_zero_reads(made[0]) as is_rank_zero:
-            if mesh.get_local_rank() == who:
-                raise OSError("no space left")
-            if is_rank_zero:
-                assert weight.detach().cpu().any()
-        told = ""
-    except (OSError, RankZeroFailed) as error:
-        told = f"{type(error).__name__}: {error}"
-    found = go_on(mesh, made, range(3, 4))
-    zcompile.close(made[0])
-    return told, found
+@pytest.mark.parametrize(
+    ("ranks", "fields"),
+    sampled_rows(
+        [(2, {}), (2, {"stage": 2}), (2, {"partition": "owner"}), (4, {})],
+        (2, {}),
+        (2, {"partition": "owner"}),
+    ),
+)
+def test_training_goes_on_behind_it_as_if_nothing_had_happened(within, undisturbed, ranks, fields):
+    rows = within(ranks, **fields)
+    assert all(before == behind for before, behind in (row.expected for row in rows))
+    assert [row.found for row in rows] == undisturbed(ranks)
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_fails_within_is_told_and_training_goes_on(pool, undisturbed, who):
-    rows = pool.run(interrupted_on, 2, who)
-    told = [row[0] for row in rows]
+def test_what_fails_within_is_told(within, who):
+    told = [row.failed[who] for row in within(2)]
     assert told[who] == "OSError: no space left"
     if who == 0:
         assert told[1].startswith("RankZeroFailed: rank 0 on ")
         assert "failed while it alone read: OSError: no space left. No value has" in told[1]
     else:
         assert told[0] == ""
-    assert [row[1] for row in rows] == undisturbed(2)
 
 
-def refused_within(mesh):
-    """What each rank is told of what it may not do within; and what all train to behind it."""
-    made = offloaded(mesh)
-    model, optimizer, run = made
-    go_on(mesh, made)
-    run(*batch(3, mesh.get_local_rank())).backward()
-    weight, told = next(model.parameters()), {}
-
-    def attempt(name, act):
-        try:
-            act()
-        except Unsupported as error:
-            told[name] = str(error)
-
-    with zcompile.rank_zero_reads(model):
-        attempt("read", lambda: weight.detach().cpu())
-        attempt("read a gradient", lambda: weight.grad.cpu())
-        attempt("read a state", lambda: optimizer.state[weight]["exp_avg"].numpy())
-        attempt("write", lambda: weight.detach().zero_())
-        attempt("call", lambda: run(*batch(3, mesh.get_local_rank())))
-        attempt("step", optimizer.step)
-        attempt("measure", lambda: nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-        attempt("save", lambda: zcompile.save("nowhere", model))
-        attempt("close", lambda: zcompile.close(model))
-        attempt("enter again", lambda: zcompile.rank_zero_reads(model).__enter__())
-    optimizer.zero_grad()
-    found = go_on(mesh, made, range(3, 4))
-    zcompile.close(model)
-    return told, found
-
-
-def test_whatever_all_ranks_do_is_refused_within(pool, undisturbed):
-    rows = pool.run(refused_within, 2)
-    first, other = (row[0] for row in rows)
+def test_whatever_all_ranks_do_is_refused_within(within):
+    first, other = (row.refused for row in within(2))
     assert "read" not in first
     assert other["read"].startswith(
         "rank 1 reads 'table.weight' within zcompile.rank_zero_reads, where rank 0 alone reads"
@@ -184,7 +224,6 @@ def test_whatever_all_ranks_do_is_refused_within(pool, undisturbed):
     for told in (first, other):
         for name in ("write", "call", "step", "save", "close", "enter again"):
             assert "within zcompile.rank_zero_reads" in told[name], name
-    assert [row[1] for row in rows] == undisturbed(2)
 
 
 def test_one_process_reads_as_ever(tmp_path):

@@ -34,7 +34,7 @@ from zcompile.checkpoint.durable import (
     resume_durable,
 )
 from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, checkpoint_errors
-from zcompile.checkpoint.meta_buffers import memory_for
+from zcompile.checkpoint.meta_buffers import cannot_take_a_value, memory_for
 from zcompile.checkpoint.plain_values import unpack
 from zcompile.checkpoint.safetensors import (
     Header,
@@ -59,11 +59,12 @@ from zcompile.checkpoint.state import (
     TrainingState,
     describe,
     describe_here,
+    device_behind,
     fabric_behind,
     fact_of,
     model_state,
-    plain_model,
     restore,
+    session_behind,
     with_random_states,
 )
 from zcompile.checkpoint.stream import (
@@ -80,12 +81,11 @@ from zcompile.checkpoint.weights import weights_in
 from zcompile.errors import CheckpointInvalid, CheckpointMismatch, CheckpointUnwritable, Unsupported
 from zcompile.ir.torch_compat import untraced
 from zcompile.ir.units import show_size
-from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.io.files import is_directory, kind_of, stat_through_links
 from zcompile.runtime.io.system_calls import KERNEL, SystemCalls
 from zcompile.runtime.progress import Work, working
 from zcompile.runtime.ranks.fabric import Fabric
-from zcompile.runtime.session import Session, session_of
+from zcompile.runtime.session import session_of
 from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrupted
 
 NAMED = ("model", "optimizer")
@@ -505,7 +505,7 @@ def _load(
     found: Mapping[str, Place | Held],
     meetings: Meetings,
 ) -> Loaded:
-    held, session = model_state(model), _session_behind(model)
+    held, session = model_state(model), session_behind(model)
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
     unexpected = sorted(name for name in found if wanted[name] not in held.tensors)
@@ -520,15 +520,13 @@ def _load(
         raise CheckpointMismatch(shown, rows)
     done: list[str] = []
 
-    def whole() -> list[str]:
+    def whole() -> set[str]:
         """Names of what has come; of the last that were asked for, values may be there in part."""
-        return done[: max(0, len(done) - MOST_IN_FLIGHT)]
+        return {wanted[name] for name in done[: max(0, len(done) - MOST_IN_FLIGHT)]}
 
-    with ExitStack() as stack:
-        if session is not None:
-            names, device = set(wanted.values()), session.device.torch_device
-            stack.enter_context(memory_for(plain_model(model), names, device, whole))
-            held = model_state(model)
+    brought = {name: held.tensors[name] for name in wanted.values() if name in held.tensors}
+    with memory_for(model, brought, device_behind(model), whole):
+        held = model_state(model)
         targets = {n: held.tensors[first] for n, first in wanted.items() if first in held.tensors}
         one_of = _one_of(targets)
         due = {name: found[name] for name, one in one_of.items() if name == one}
@@ -574,16 +572,9 @@ def _left_after(names: Sequence[str], done: int) -> str:
     )
 
 
-def _session_behind(model: nn.Module) -> Session | None:
-    """The session of an offloaded model; None for a plain one."""
-    tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
-    first = next(tiered, None)
-    return None if first is None else session_of(first.entry)
-
-
 def _system_of(model: nn.Module) -> SystemCalls:
     """The calls on files that the model's session was opened with."""
-    session = _session_behind(model)
+    session = session_behind(model)
     return KERNEL if session is None else session.system
 
 
@@ -675,11 +666,7 @@ def _unloadable(
                 f"{name}: {fact_in(place)} would lose its imaginary part, the model has "
                 f"{fact_of(target)}"
             )
-        elif (
-            target.is_meta
-            and not isinstance(target, TieredTensor)
-            and (isinstance(target, nn.Parameter) or not offloaded)
-        ):
+        elif cannot_take_a_value(target, offloaded):
             rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
     return rows
 

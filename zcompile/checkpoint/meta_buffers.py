@@ -1,60 +1,60 @@
-"""Buffers of a model that was offloaded on `meta`: `zcompile.load` takes memory for their values.
+"""Buffers of a model that was offloaded on `meta`: who brings their values takes memory for them.
 
 A parameter on `meta` becomes tiered, and says that it has no value if it is read. A buffer stays
-plain, and on `meta`, until a value comes for it.
+plain, and on `meta`, until `zcompile.load` or `zcompile.resume` has a value for it.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from zcompile.checkpoint.state import COMPILED
+from zcompile.runtime.eager.tensor import TieredTensor
+
+
+def cannot_take_a_value(tensor: Tensor, offloaded: bool) -> bool:
+    """Whether a tensor of a model is on `meta` and stays there.
+
+    offloaded  the model is: `memory_for` is there for its buffers
+    """
+    if not tensor.is_meta or isinstance(tensor, TieredTensor):
+        return False
+    return isinstance(tensor, nn.Parameter) or not offloaded
 
 
 @contextmanager
 def memory_for(
     model: nn.Module,
-    names: Collection[str],
+    tensors: Mapping[str, Tensor],
     device: torch.device,
     filled: Callable[[], Collection[str]],
 ) -> Iterator[None]:
-    """Have those of these buffers of `model` that are on `meta` on `device`, to be filled.
+    """Have those of these tensors of `model` that are buffers on `meta` on `device`, to be filled.
 
     Modules that share a buffer share it afterwards. After an error those are on `meta` again whose
     values have not come.
 
-    filled  names of what has its value, of a shared buffer any
+    filled  names, among those of `tensors`, of what has its value
     """
-    taken: dict[int, Tensor] = {}
-    wanted = {_plain(name) for name in names}
-    for raw, buffer in model.named_buffers(remove_duplicate=False):
-        if buffer.is_meta and _plain(raw) in wanted and id(buffer) not in taken:
-            taken[id(buffer)] = torch.empty_like(buffer, device=device)
+    taken = {
+        id(tensor): (name, torch.empty_like(tensor, device=device))
+        for name, tensor in tensors.items()
+        if tensor.is_meta and not isinstance(tensor, TieredTensor | nn.Parameter)
+    }
     before = [
-        (module, name, shared)
+        (module, name, buffer)
         for module in (model.modules() if taken else ())
-        for name, shared in module._buffers.items()
-        if shared is not None and id(shared) in taken
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) in taken
     ]
-    for module, name, shared in before:
-        module._buffers[name] = taken[id(shared)]
+    for module, name, buffer in before:
+        module._buffers[name] = taken[id(buffer)][1]
     try:
         yield
     except BaseException:
-        done = {_plain(name) for name in filled()}
-        with_values = {
-            id(buffer)
-            for raw, buffer in model.named_buffers(remove_duplicate=False)
-            if _plain(raw) in done
-        }
-        for module, name, shared in before:
-            if id(module._buffers[name]) not in with_values:
-                module._buffers[name] = shared
+        done = set(filled())
+        for module, name, buffer in before:
+            if taken[id(buffer)][0] not in done:
+                module._buffers[name] = buffer
         raise
-
-
-def _plain(name: str) -> str:
-    """A name without what `torch.compile` puts into it."""
-    return name.replace(f"{COMPILED}.", "")

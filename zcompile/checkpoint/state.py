@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zcompile.checkpoint.meta_buffers import cannot_take_a_value, memory_for
 from zcompile.checkpoint.plain_values import Packer, check_dense, check_packed, unpack
 from zcompile.errors import CheckpointMismatch, Unsupported
 from zcompile.ir.types import EntryKind, Layout
@@ -27,7 +28,7 @@ from zcompile.ir.version import VERSION
 from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.progress import Work, working
 from zcompile.runtime.ranks.fabric import Fabric
-from zcompile.runtime.session import session_of
+from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.transfer.interrupts import uninterrupted
 
 COMPILED = "_orig_mod"
@@ -405,14 +406,20 @@ def restore(
     """
     held = model_state(model)
     _check_said(source)
-    _check_fits(source, held, optimizer)
-    ready()
+    _check_fits(source, held, optimizer, offloaded=session_behind(model) is not None)
     states = source.meta["optimizer"]["states"] if optimizer is not None else {}
-    with working(f"resuming {source.where}", len(held.tensors) + len(states)) as work:
+    done: list[str] = []
+    with (
+        memory_for(model, held.tensors, device_behind(model), lambda: done),
+        working(f"resuming {source.where}", len(held.tensors) + len(states)) as work,
+    ):
+        held = model_state(model)
+        ready()
         for name, tensor in held.tensors.items():
             work.begin(name)
             source.fill(f"model.{name}", tensor.detach())
             work.add(step=name)
+            done.append(name)
         fabric, cards = fabric_behind(model), _cards(held)
         # Each of several ranks has a card of its own, whatever that of rank 0 is called.
         card = cards[0] if fabric is not None and len(cards) == 1 else None
@@ -485,7 +492,10 @@ def _texts(value: Any) -> bool:
 
 
 def _check_fits(
-    source: StateSource, held: ModelState, optimizer: torch.optim.Optimizer | None
+    source: StateSource,
+    held: ModelState,
+    optimizer: torch.optim.Optimizer | None,
+    offloaded: bool,
 ) -> None:
     saved: Mapping[str, Any] = source.meta
     if saved.get("format") != FORMAT:
@@ -510,7 +520,7 @@ def _check_fits(
     rows += [
         f"{name}: has no value, it is on meta; call zcompile.offload(model) or to_empty first"
         for name, tensor in held.tensors.items()
-        if tensor.is_meta and not isinstance(tensor, TieredTensor)
+        if cannot_take_a_value(tensor, offloaded)
     ]
     if optimizer is not None:
         rows += unfitting_groups(saved["optimizer"], held, optimizer)
@@ -526,12 +536,23 @@ OF_RANK = "cpu of rank "
 """Begins the names of random states of all ranks but the first."""
 
 
+def session_behind(model: nn.Module) -> Session | None:
+    """The session of an offloaded model; None for a plain one."""
+    tiered = (p for p in model.parameters() if isinstance(p, TieredTensor))
+    first = next(tiered, None)
+    return None if first is None else session_of(first.entry)
+
+
+def device_behind(model: nn.Module) -> torch.device:
+    """Where an offloaded model computes, and its buffers are; of a plain one the CPU."""
+    session = session_behind(model)
+    return torch.device("cpu") if session is None else session.device.torch_device
+
+
 def fabric_behind(model: nn.Module) -> Fabric | None:
     """The ranks that train a model together; None, if this process alone does."""
-    for param in plain_model(model).parameters():
-        if isinstance(param, TieredTensor):
-            return session_of(param.entry).fabric
-    return None
+    session = session_behind(model)
+    return None if session is None else session.fabric
 
 
 def _set_state_of_rank(fabric: Fabric, stored: Mapping[str, Tensor], cards: Sequence[str]) -> None:

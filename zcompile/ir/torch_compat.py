@@ -41,6 +41,7 @@ from torch._dynamo.exc import SkipFrame as _SkipFrame
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis as _Restart
 from torch._dynamo.exc import TorchDynamoException as _TracingFailed
 from torch._dynamo.exc import exceptions_allowed_to_be_fallback as _falls_back
+from torch._functorch import config as _functorch_config
 from torch._functorch._aot_autograd import runtime_wrappers as _runtime_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -1421,7 +1422,8 @@ def compile_by_inductor(
 
     layouts  size, stride, dtype and device of each input
     threads  that the code for the CPU computes in
-    cached   whether torch's caches may answer, and the result can be saved
+    cached   whether torch's caches of graphs may answer, and the result can be saved; C++ that was
+             compiled before is loaded in any case
     raises   whatever Inductor raises of a graph that it cannot compile
     """
     from torch._inductor import config, standalone_compile
@@ -1431,7 +1433,7 @@ def compile_by_inductor(
         "_post_fusion_custom_pass": watch,
         "cpp.threads": threads,
         "fallback_random": True,
-        "force_disable_caches": not cached,
+        **({} if cached else dict.fromkeys(("fx_graph_cache", "fx_graph_remote_cache"), False)),
         "triton.cudagraphs": False,
     }
     if hasattr(config, "deterministic"):
@@ -1443,7 +1445,11 @@ def compile_by_inductor(
             torch.empty_strided(size, stride, dtype=dtype, device=device)
             for size, stride, dtype, device in layouts
         ]
-    with torch.no_grad(), _tracing(TracingContext(fake)):
+    # With `force_disable_caches` C++ would be compiled again as well, and before it the small
+    # programs by which torch finds out what the processor has.
+    of_autograd = ("enable_autograd_cache", "enable_remote_autograd_cache")
+    caches = {} if cached else dict.fromkeys(of_autograd, False)
+    with torch.no_grad(), _functorch_config.patch(caches), _tracing(TracingContext(fake)):
         artifact = standalone_compile(
             gm,
             inputs,

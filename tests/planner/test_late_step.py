@@ -10,6 +10,7 @@ from sampled import crossed, sampled
 from traced_steps import adamw, adamw_by_foreach, named, traced
 
 from zcompile.errors import BudgetExceeded
+from zcompile.frontend.replan import summary
 from zcompile.ir.effects import IN
 from zcompile.ir.late_updates import is_update
 from zcompile.ir.optimizer_step import LEAST_PACED_BYTES, Column
@@ -40,6 +41,7 @@ from zcompile.planner.late_step import with_all_late, with_late_step
 from zcompile.planner.placement import Room, place
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
+    LATE_PAYS,
     LEAST_WINDOW,
     SMALL_WINDOW_PART,
     StepPlan,
@@ -379,12 +381,23 @@ def fast() -> tuple[Costs, StepPlan, StepPlan]:
 def test_a_plan_updates_late_where_that_is_faster(fast):
     step, (_, plain, best) = traced(), fast
     assert best.late
+    assert best.late_s is None
     assert best.seconds < plain.seconds
     again = as_planned(step, best)
     assert named(step, with_late_step(step, CHUNK, best.late).forwards) == named(step, best.late)
     assert [c.schedule.updates_late for c in again.calls] == [
         c.schedule.updates_late for c in best.step.calls
     ]
+
+
+def test_a_plan_tells_what_late_updates_would_take_where_they_do_not_pay(fast):
+    """Links are so fast that nothing waits for them."""
+    costs = replace(fast[0], machine=machine(1e15))
+    plain, best = planned(traced(), costs, room(4 * MiB))
+    assert best == replace(plain, late_s=best.late_s)
+    assert best.late_s > plain.seconds / LATE_PAYS
+    assert summary(best, 0).count(f"a step would take {best.late_s:.3g} s") == 1
+    assert "would take" not in summary(fast[2], 0)
 
 
 @pytest.mark.parametrize(("device", "tried"), [(4 * MiB, True), (MiB, False)])

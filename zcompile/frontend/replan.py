@@ -598,6 +598,11 @@ def summary(plan: StepPlan, window_bytes: int) -> str:
         told.append(f"all of {len(plan.wholes)} parameters rests on every rank")
     if plan.late:
         told.append(f"{len(plan.late)} parameters are updated in the next forward")
+    if plan.late_s is not None:
+        told.append(
+            "no parameter is updated in the next forward, with which a step would take "
+            f"{plan.late_s:.3g} s"
+        )
     if plan.on_host:
         told.append(
             f"{len(plan.on_host)} parameters are updated by the host, where they rest, beside the "

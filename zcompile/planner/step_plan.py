@@ -111,6 +111,8 @@ class StepPlan:
     reads      serial of a recorded schedule -> the one that reads low-precision copies in its place
     wholes     parameters of which all rests on the device, and not only the share of this rank
     on_host    parameters that the host updates, where they rest
+    late_s     seconds of the fastest plan with late updates, where those do not pay; None: they do,
+               or no such plan was made
     """
 
     placement: Placement
@@ -121,6 +123,7 @@ class StepPlan:
     reads: Mapping[int, Schedule] = field(default_factory=lambda: NOTHING_NARROW)
     wholes: frozenset[EntryRef] = NO_WHOLES
     on_host: frozenset[EntryRef] = frozenset()
+    late_s: float | None = None
 
     @property
     def copies(self) -> list[EntryRef]:
@@ -387,8 +390,12 @@ def plan_late_or_not(
             break
 
     takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
-    best = min(made, key=takes_s, default=plan)
-    return best if takes_s(best) * LATE_PAYS < takes_s(plan) else plan
+    if not made:
+        return plan
+    best = min(made, key=takes_s)
+    if takes_s(best) * LATE_PAYS < takes_s(plan):
+        return best
+    return replace(plan, late_s=best.seconds)
 
 
 def _is_planned_as(plan: StepPlan, other: StepPlan) -> bool:

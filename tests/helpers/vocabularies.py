@@ -98,6 +98,31 @@ def as_autocast_on_cuda(smoothing: float = 0.0) -> LossOf:
     return loss
 
 
+def of_part(part: Callable[[Tensor], Tensor], cast: bool = False) -> LossOf:
+    """A likelihood, weighed by numbers that are computed of a part of the log-probabilities, and
+    have no gradient."""
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        rows = functional.log_softmax(logits.view(-1, logits.shape[-1]), -1)
+        likelihood = functional.nll_loss(rows.float() if cast else rows, targets.view(-1))
+        found = rows.detach()
+        return likelihood * part(found.float() if cast else found).mean()
+
+    return loss
+
+
+PARTS = {
+    "some classes": lambda rows: rows[:, 3:].sum(1),
+    "one class": lambda rows: rows.select(1, 3),
+    "some tokens": lambda rows: rows[2:].sum(1),
+    "all tokens of a class": lambda rows: rows.t().sum(1),
+    "twice the tokens": lambda rows: rows.expand(2, -1, -1).flatten(0, 1).sum(1),
+    "a narrower dtype": lambda rows: rows.half().to(rows.dtype).sum(1),
+    "whole numbers": lambda rows: rows.sum(1, dtype=torch.int64).float(),
+}
+"""What of the rows of log-probabilities is no sum over all classes of all tokens."""
+
+
 def returned(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits, flat()(logits, targets)
 

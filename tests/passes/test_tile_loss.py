@@ -17,11 +17,13 @@ from vocabularies import (
     CLASSES,
     KEPT,
     LENGTH,
+    PARTS,
     TILED,
     WIDTH,
     Pattern,
     as_autocast_on_cuda,
     flat,
+    of_part,
 )
 
 from zcompile.config import Config
@@ -42,6 +44,8 @@ the two are apart by two such roundings, of gradients of up to the largest."""
 SMOOTHED_TOLERANCE = 3 * 2**-8
 """Where log-probabilities in bf16 are smoothed, the sum of their gradients is rounded too; a test
 below holds how far both are from float64."""
+functional = torch.nn.functional
+
 MEDIUM, SMALL, TINY = 1600, 500, 150
 """Bytes of a piece of logits: some tiles; slices of tokens too; a few numbers at a time."""
 
@@ -75,6 +79,34 @@ def assert_close(
         apart = (other.double() - value.double()).nan_to_num().abs().max()
         largest = max(least, float(value.double().nan_to_num().abs().max()))
         assert apart <= tolerance * largest, key
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_reads_a_part_of_the_log_probabilities_keeps_them_all(name, cast, grad):
+    """Nothing of it need be seen in backward."""
+    pattern = Pattern(of_part(PARTS[name], cast), autocast=cast)
+    joint = catch(pattern.build(), *pattern.inputs(), grad=grad)
+    kept = joint.through(TileLoss(SMALL))
+    assert len(kept.plan.notes) == 1
+    assert_same(results(kept), results(joint))
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_the_likelihood_of_some_tokens_keeps_the_log_probabilities_of_all(cast):
+    """As the log-likelihood of a continuation is computed."""
+
+    def continued(logits: Tensor, targets: Tensor) -> Tensor:
+        rows = functional.log_softmax(logits, -1)
+        rows = rows.float() if cast else rows
+        return functional.nll_loss(rows[0, 2:], targets[0, 2:], reduction="sum")
+
+    pattern = Pattern(continued, autocast=cast)
+    joint = catch(pattern.build(), *pattern.inputs(), grad=False)
+    kept = joint.through(TileLoss(SMALL))
+    assert len(kept.plan.notes) == 1
+    assert_same(results(kept), results(joint))
 
 
 def tolerance_of(pattern: Pattern) -> float:

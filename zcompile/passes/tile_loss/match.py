@@ -3,9 +3,9 @@
 The loss is a product with a weight of one row per class, log-softmax over the classes, the negative
 log-likelihood of targets, and the gradients of these. Between the product and the log-softmax may
 stand ops that treat every row of logits alike: views, slices of tokens, casts. Behind the
-log-softmax may stand views and casts: under autocast on CUDA, cross-entropy takes the log-softmax
-in the narrow dtype and the likelihood in float32. All that is not understood to the last reader is
-named in `NoMatch`.
+log-softmax may stand views of all rows, and casts to a wider dtype: under autocast on CUDA,
+cross-entropy takes the log-softmax in the narrow dtype and the likelihood in float32. All that is
+not understood to the last reader is named in `NoMatch`.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,6 @@ from zcompile.ir.graph import (
     output_of,
     positions,
     root_of,
-    views_and_casts_of,
 )
 
 aten = torch.ops.aten
@@ -32,6 +31,8 @@ UNPICKS = frozenset({aten.slice_backward.default, aten.select_backward.default})
 """Gradients of `PICKS`."""
 KEEP_ROWS = RESHAPES | {aten.clone.default} | CASTS
 """Ops that treat every row of logits alike."""
+THE_SAME = frozenset({aten.detach.default, aten.alias.default})
+"""Ops that give what they are given."""
 LIKELIHOOD = aten.nll_loss_forward.default
 LIKELIHOOD_BACKWARD = aten.nll_loss_backward.default
 SOFTMAX = aten._log_softmax.default
@@ -173,10 +174,8 @@ def _readers(
 ) -> tuple[fx.Node, tuple[fx.Node, ...], fx.Node | None, fx.Node | None]:
     """The likelihood, sums over the classes, and the gradients of likelihood and log-softmax."""
     found: dict[object, list[fx.Node]] = {}
-    family = set(views_and_casts_of(softmax))
+    family = dict.fromkeys(_same_rows(softmax))
     for alias in family:
-        if not alias.meta["val"].dtype.is_floating_point:
-            raise NoMatch(f"%{alias.name} turns the log-probabilities into integers")
         for user in alias.users:
             if user is output_of(graph):
                 raise NoMatch(f"the graph returns the log-probabilities (%{alias.name})")
@@ -193,7 +192,7 @@ def _readers(
         raise NoMatch(f"%{softmax.name} serves {len(likelihoods)} losses, not one")
     for total in sums:
         flat = _node(total.args[0]).meta["val"].dim() == 2
-        plain = len(total.args) == 2 and total.kwargs.keys() <= {"dtype"}
+        plain = len(total.args) == 2 and total.kwargs.keys() <= {"dtype"} and _wide(total, softmax)
         if not flat or not plain or list(total.args[1]) not in ([1], [-1]):  # type: ignore[arg-type]  # op schema
             raise NoMatch(f"%{total.name} is not a plain sum over the classes")
     return (
@@ -202,6 +201,26 @@ def _readers(
         next(iter(backward), None),
         next(iter(tops), None),
     )
+
+
+def _same_rows(softmax: fx.Node) -> list[fx.Node]:
+    """The log-softmax, and whatever has all of its rows, in their order, in a dtype that has all of
+    its numbers. A view of some tokens or classes is a reader like any other."""
+    found = [softmax]
+    for member in found:
+        for user in member.users:
+            whole = user.target in THE_SAME or _keeps_rows(user, frozenset())
+            if whole and user.args[0] is member and _wide(user, softmax) and user not in found:
+                found.append(user)
+    return found
+
+
+def _wide(node: fx.Node, softmax: fx.Node) -> bool:
+    """Whether the dtype of a value has all numbers of that of the log-softmax."""
+    dtype, narrow = node.meta["val"].dtype, softmax.meta["val"].dtype
+    if not dtype.is_floating_point or dtype.itemsize < narrow.itemsize:  # as of float8, which
+        return False  # torch does not promote
+    return bool(torch.promote_types(dtype, narrow) == dtype)
 
 
 def _check_likelihood(likelihood: fx.Node) -> None:
@@ -225,7 +244,7 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
     """
     # Terms of the gradient of the log-probabilities.
     spreads, picks_found = [], []
-    for term in _terms(_node(top.args[0]), top):
+    for term in _terms(_node(top.args[0]), top, top):
         if term is picked:
             picks_found.append(term)
         elif term.target is aten.expand.default and _one_per_row(_node(term.args[0])):
@@ -252,15 +271,20 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
     )
 
 
-def _terms(node: fx.Node, reader: fx.Node) -> Iterator[fx.Node]:
-    """The terms of a gradient; nobody else may read it."""
+def _terms(node: fx.Node, reader: fx.Node, top: fx.Node) -> Iterator[fx.Node]:
+    """The terms of the gradient that `top` is given; nobody else may read it, and no cast in it is
+    to a narrower dtype than the last."""
     if set(node.users) != {reader}:
         raise NoMatch(f"%{node.name}, a gradient of the log-probabilities, has other readers")
     if node.target is aten.add.Tensor and not node.kwargs:
         for argument in node.args:
-            yield from _terms(_node(argument), node)
-    elif node.target in RESHAPES | CASTS and _keeps_rows(node, frozenset()):
-        yield from _terms(_node(node.args[0]), node)
+            yield from _terms(_node(argument), node, top)
+    elif (
+        node.target in RESHAPES | CASTS
+        and _keeps_rows(node, frozenset())
+        and _wide(node, _node(top.args[0]))
+    ):
+        yield from _terms(_node(node.args[0]), node, top)
     else:
         yield node
 

@@ -43,6 +43,11 @@ def joined(*clocks: Mapping[str, int]) -> Clock:
     return found
 
 
+def common(one: Mapping[str, int], other: Mapping[str, int]) -> Clock:
+    """What both know."""
+    return {name: min(tick, other[name]) for name, tick in one.items() if name in other}
+
+
 # --- Host threads ---
 
 _NUMBERS = count(1)

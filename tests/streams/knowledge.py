@@ -3,6 +3,7 @@
     promises    who keeps one tells it what he knows; who waits for it learns that, and so does a
                 callback, which knows nothing of the thread that happens to run it
     queues      a job knows what its submitter knew
+    copies      who notes that one has ended tells whoever tells others, and whoever asks later
     entries     a transfer knows those on its entry that it follows, over by now or waited for
     memory      who is given bytes of the ring, or of the host tier, knows those who gave them back
     lanes       of ranks: a thread carries out one collective after the other, and knows the last
@@ -14,12 +15,12 @@ waited for it (`done`): what holds then holds at any speed of threads, links and
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from streams.clocks import LOCK, Clock, joined, knowing, known, knows, learn, scope, told
+from streams.clocks import LOCK, Clock, common, joined, knowing, known, knows, learn, scope, told
 from streams.cuda import Event, SimulatedCuda, Simulation, host_wait
 
 from zcompile.ir.torch_compat import without_modes
@@ -51,8 +52,9 @@ def simulated() -> Iterator[Simulation]:
         patch.setattr(cuda, "_CUDA", made.cuda)
         device = type("Device", (SimulatedCuda,), {"simulation": made})
         patch.setattr(open, "CpuDevice", device)
-        _promises(patch, made)
+        keep = _promises(patch, made)
         _queues(patch)
+        _ends_of_copies(patch, keep)
         _entries(patch)
         _ring(patch, made)
         _disk(patch, made)
@@ -65,7 +67,8 @@ def simulated() -> Iterator[Simulation]:
 # --- Promises ---
 
 
-def _promises(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
+def _promises(patch: pytest.MonkeyPatch, simulation: Simulation) -> Callable[[Promise], None]:
+    """Returns what tells a promise, kept by now or not, what the thread that calls knows."""
     tells: defaultdict[int, Clock] = defaultdict(dict)
     """By the id of a promise: what those know who kept it."""
 
@@ -145,6 +148,7 @@ def _promises(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
         synchronize(self)
 
     patch.setattr(Event, "synchronize", waits)
+    return keep
 
 
 # --- Queues ---
@@ -164,6 +168,50 @@ def _queues(patch: pytest.MonkeyPatch) -> None:
         submit(self, run)
 
     patch.setattr(Workers, "submit", submit_knowing)
+
+
+# --- Copies that the device makes alone ---
+
+
+def _ends_of_copies(patch: pytest.MonkeyPatch, keep: Callable[[Promise], None]) -> None:
+    """One thread may wait for the event of a copy, on behalf of a later one, another tell that it
+    has ended, and a third ask afterwards. Each does its part under the lock of the queue, behind
+    the one before: so all of them know of the copy what the first does, and of other things
+    nothing, since who that is, is luck."""
+    ends: dict[int, Clock] = {}
+    """By the id of a copy that has ended: what the thread knew of its event that noted that."""
+    end_with, tell, end_heard = OneCopy.end_with, OneCopy.tell, OneCopy.end_heard
+
+    @functools.wraps(end_with)
+    def end_noting(self, error):
+        is_the_end = end_with(self, error)
+        if is_the_end:
+            event = {} if self.mark is None else self.mark.event.known
+            ends[id(self)] = common(event, known())
+            if self._heard is not None:
+                with knowing(ends[id(self)]):
+                    keep(self._heard)
+        return is_the_end
+
+    @functools.wraps(tell)
+    def tell_knowing(self, finished):
+        with knowing(ends[id(self)]):
+            tell(self, finished)
+
+    @functools.wraps(end_heard)
+    def end_heard_knowing(self):
+        with self._ends.lock:
+            heard = self._heard = self._heard or Promise()
+            if self.ended:
+                with knowing(ends[id(self)]):
+                    keep(heard)
+        with knowing():
+            return end_heard(self)
+
+    patch.setattr(OneCopy, "end_with", end_noting)
+    patch.setattr(OneCopy, "tell", tell_knowing)
+    patch.setattr(OneCopy, "end_heard", end_heard_knowing)
+    patch.setattr(OneCopy, "memory_heard", end_heard_knowing)
 
 
 # --- Entries ---

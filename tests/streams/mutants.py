@@ -22,7 +22,7 @@ from zcompile.runtime.ranks.fabric import Fabric
 from zcompile.runtime.ranks.transport import PinnedMessages
 from zcompile.runtime.store import resident
 from zcompile.runtime.transfer import transfer
-from zcompile.runtime.transfer.one_copy import OneCopy
+from zcompile.runtime.transfer.one_copy import CopyEnds, OneCopy
 from zcompile.runtime.transfer.queue import TransferQueue
 from zcompile.runtime.transfer.transfer import Put, Transfer
 
@@ -324,6 +324,14 @@ OF_STORES: dict[str, tuple[str, tuple[Edit, ...]]] = {
     "a new stream of ranks does not wait for compute": (
         "copy for ranks on a new stream",
         (Edit(CudaDevice, "copier", "stream.wait_stream(self.compute_stream())", "pass"),),
+    ),
+    "a copy has ended though nobody has waited for its event": (
+        "send what came before what another waits for",
+        (Edit(CopyEnds, "_hear", "first.mark.wait()", "pass"),),
+    ),
+    "a copy has ended when somebody looks, whatever its event says": (
+        "send what came before what another waits for",
+        (Edit(CopyEnds, "_has_ended", "not first.mark.done()", "False"),),
     ),
     "a transfer follows the reads of its entry's bytes, and not their way home": (
         "fetch a sum at once",

@@ -1,7 +1,7 @@
 """Clocks, by hand: what is ordered, and what is not."""
 
 import pytest
-from streams.clocks import Doer, Memory, joined, knowing, known, told
+from streams.clocks import Doer, Memory, common, joined, knowing, known, told
 
 
 def ranges(*spans):
@@ -61,3 +61,7 @@ def test_a_thread_forgets_what_it_learned_on_behalf_of_another():
         with knowing():
             assert known() == {}
     assert "b" not in known()
+
+
+def test_two_have_in_common_what_both_know():
+    assert common({"a": 3, "b": 1, "c": 2}, {"a": 2, "b": 4}) == {"a": 2, "b": 1}

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from streams.clocks import knowing
 from streams.cuda import Event, Stream
 from streams.knowledge import simulated
 from streams.mutants import OF_STORES, Edit
@@ -133,6 +134,52 @@ def copy_for_ranks_on_a_new_stream(store):
     store.device.copier("lane").enqueue(memory, host)
 
 
+def fetched_for_ranks(store):
+    """A fetch of what a lane of ranks sends, a later one on the same stream, and the lane's part:
+    of whatever else this thread knows, its own does not."""
+    entry, host = create(store, "w"), store.device.host_block(SIZE)
+    copier = store.device.copier("lane")
+    put(store, entry)
+    share = store.arena.slot(SIZE, SIZE)
+    first, later = store.fetch(entry, share), store.fetch(entry, store.arena.slot(0, SIZE))
+    assert (type(first), type(later)) == (OneCopy, OneCopy)
+
+    def send():
+        with knowing():
+            first.wait()
+            copier.enqueue(host, share)
+
+    return first, later, send
+
+
+def send_what_came_before_what_another_waits_for(store):
+    first, later, send = fetched_for_ranks(store)
+    with knowing():
+        later.wait()
+    assert first.over
+    send()
+
+
+def send_what_another_tells_has_come(store, asked_before=False):
+    first, _, send = fetched_for_ranks(store)
+    ends = store._mover.ends
+    if asked_before:
+        first.end_heard()
+    with knowing(), ends.lock:
+        for copy in (*first.follows, first):
+            copy.mark.wait()
+            ends._end(copy, None)
+    assert not first.over
+    with knowing():
+        ends.tell()
+    assert first.over
+    send()
+
+
+def send_what_was_asked_for_before_another_tells(store):
+    send_what_another_tells_has_come(store, asked_before=True)
+
+
 def die_at_once(store):
     entry = create(store, "old")
     assert entry.home == "host"
@@ -152,6 +199,9 @@ USES = {
     "fetch a sum at once": fetch_a_sum_at_once,
     "fetch what is there in part at once": fetch_what_is_there_in_part_at_once,
     "put from the host at once": put_from_host_at_once,
+    "send what came before what another waits for": send_what_came_before_what_another_waits_for,
+    "send what another tells has come": send_what_another_tells_has_come,
+    "send what was asked for before another tells": send_what_was_asked_for_before_another_tells,
     "die at once": die_at_once,
     "copy to memory that compute had": copy_to_memory_that_compute_had,
     "copy for ranks to memory that compute had": copy_for_ranks_to_memory_that_compute_had,

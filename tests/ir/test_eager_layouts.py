@@ -25,6 +25,7 @@ PLAIN = drawn(2, 4, 6, 6)
 LAST = drawn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
 TURNED = drawn(2, 4, 6, 6).mT.contiguous().mT
 LAST_3D = drawn(2, 3, 4, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+SCALES = drawn(4), drawn(4)
 SAMPLE = drawn(10, 5)
 BATCH = drawn(7, 10, 5).transpose(0, 1).contiguous().transpose(0, 1)
 
@@ -79,6 +80,20 @@ CALLS = {
         *F.max_pool2d(LAST, 2, return_indices=True),
         [6, 6],
     ),
+    aten._native_batch_norm_legit_functional.default: (TURNED, *SCALES, *SCALES, True, 0.1, 1e-5),
+    aten._native_batch_norm_legit_no_training.default: (TURNED, *SCALES, *SCALES, 0.1, 1e-5),
+    aten._native_batch_norm_legit.no_stats: (TURNED, *SCALES, True, 0.1, 1e-5),
+    aten.native_batch_norm_backward.default: (
+        PLAIN,
+        LAST,
+        SCALES[0],
+        *SCALES,
+        *SCALES,
+        True,
+        1e-5,
+        [True, True, True],
+    ),
+    aten.channel_shuffle.default: (LAST, 2),
     aten.roll.default: (LAST, [1], [1]),
 }
 
@@ -216,6 +231,17 @@ def gradients_are_those_of_eager(norms, heads):
 @pytest.mark.parametrize("head", ["mse", "smooth l1", "huber", "softplus"])
 def test_gradients_of_a_group_norm_in_channels_last_are_those_of_eager(head):
     gradients_are_those_of_eager(["group"], [head])
+
+
+def test_layouts_stay_those_of_eager_where_sizes_change_from_call_to_call():
+    torch.manual_seed(0)
+    heads = [HEADS[name] for name in ("mse", "softplus", "bce", "reflected", "rolled")]
+    net = Net([NORMS["group"](), NORMS["layer, channels"]()], heads)
+    pair = twins(net.to(memory_format=torch.channels_last), dynamic=True)
+    for size in (6, 8, 9):
+        x = torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
+        y = torch.randn(2, 8, size, size)
+        assert bits(pair.model, pair.call, x, y) == bits(pair.plain, pair.plain, x, y)
 
 
 @pytest.mark.slow

@@ -35,9 +35,7 @@ def _as(*positions: int) -> Callable[[Tensor, Sequence[Any]], Order]:
     """As what is computed of each element of some arguments, of which the first matters most."""
 
     def order(result: Tensor, args: Sequence[Any]) -> Order:
-        with without_modes():  # no part of what is traced
-            read = [args[position].expand(result.shape) for position in positions]
-        return elementwise_order(*read)
+        return elementwise_order(*(args[position].expand(result.shape) for position in positions))
 
     return order
 
@@ -64,9 +62,7 @@ def _is_laid_out(value: Tensor, order: Order) -> bool:
     return True
 
 
-def _laid_out(value: Tensor, order: Order) -> Tensor:
-    if _is_laid_out(value, order):
-        return value
+def _copied(value: Tensor, order: Order) -> Tensor:
     if list(order) == sorted(order):
         return value.clone(memory_format=torch.contiguous_format)
     dense = value.permute(*order).clone(memory_format=torch.contiguous_format)
@@ -120,6 +116,11 @@ LAYOUTS: Mapping[Dispatched, Layout] = {
     aten.replication_pad3d.default: Layout(_by_format(0), cpu=True),
     aten.replication_pad3d_backward.default: Layout(_by_format(1), cpu=True),
     aten.max_unpool2d.default: Layout(_by_format(0), cpu=True),
+    aten._native_batch_norm_legit_functional.default: Layout(_by_format(0), cpu=True),
+    aten._native_batch_norm_legit_no_training.default: Layout(_by_format(0), cpu=True),
+    aten._native_batch_norm_legit.no_stats: Layout(_by_format(0), cpu=True),
+    aten.native_batch_norm_backward.default: Layout(_by_format(1), cpu=True),
+    aten.channel_shuffle.default: Layout(_by_format(0), cpu=True),
     aten.roll.default: Layout(_as(0), cpu=True),
 }
 """Ops of which torch's fake tensors are laid out otherwise than what their kernels give."""
@@ -143,7 +144,11 @@ def _laying_out(op: Dispatched, layout: Layout) -> Callable[..., Any]:
                 and value.dim() > 1
                 and (value.device.type == "cpu" or not layout.cpu)
             ):
-                laid[position] = _laid_out(value, layout.order(value, args))
+                with without_modes():  # no part of what is traced
+                    order = layout.order(value, args)
+                    differs = not _is_laid_out(value, order)
+                if differs:
+                    laid[position] = _copied(value, order)
         return tuple(laid) if several else laid[0]
 
     return formula

@@ -122,6 +122,38 @@ def without_python_kernels() -> None:
 
 
 @contract
+def elementwise_order() -> None:
+    """Of the kernels: by the first that has strides, dense whatever gaps they have."""
+    plain, gaps = torch.ones(2, 3, 4, 5), torch.ones(2, 3, 4, 10)[..., ::2]
+    last = plain.contiguous(memory_format=torch.channels_last)
+    for tensors in [(plain, last), (last, plain), (last[:1].expand(2, 3, 4, 5), plain), (gaps.mT,)]:
+        result = tensors[0].mul(tensors[-1])
+        ours = result.permute(*private.elementwise_order(*tensors))
+        assert ours.is_contiguous()
+
+
+@contract
+def surely() -> None:
+    """True of symbols only where no value of theirs makes it false; nothing is assumed of them."""
+
+    def known(sizes: Any) -> list[bool]:
+        rows, columns = sizes
+        pairs = [(rows * columns, columns * rows), (rows, columns), (rows, 1), (rows, 5)]
+        return [private.surely(a == b) for a, b in pairs]
+
+    found = []
+
+    def look(x: torch.Tensor) -> torch.Tensor:
+        found.extend(known(x.shape))
+        return x.sin()
+
+    graph = make_fx(look, tracing_mode="symbolic")(torch.ones(5, 6))
+    assert found == [True, False, False, False]
+    assert known((5, 6)) == [True, False, False, True]
+    assert graph(torch.ones(7, 8)).shape == (7, 8)
+
+
+@contract
 def boxed() -> None:
     assert private.boxed(lambda args: args)._boxed_call is True
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zcompile.ir.eager_layouts import LAID_OUT
 from zcompile.ir.torch_compat import Dispatched, without_modes
 
 aten = torch.ops.aten
@@ -71,17 +72,21 @@ def _dropout(x: Tensor, p: float, train: bool | None) -> Any:
 
 
 def _dropout_backward(gradient: Tensor, mask: Tensor, scale: float) -> Any:
+    laid_out = LAID_OUT[aten.native_dropout_backward.default]
     if gradient.device.type != "cpu" or not gradient.is_floating_point() or not scale > 1:
-        return NotImplemented
+        return laid_out(gradient, mask, scale)
     # 1 - p within the last bit of a double: the same once it is a float32, which divides.
     keep = 1 / scale
     eager, _, traced = _factors(keep, gradient.dtype)
-    return NotImplemented if eager == traced else gradient * _kept(mask, gradient.dtype, keep)
+    if eager == traced:
+        return laid_out(gradient, mask, scale)
+    return gradient * _kept(mask, gradient.dtype, keep)
 
 
 FORMULAS: Mapping[Dispatched, Callable[..., Any]] = {
+    **LAID_OUT,
     aten.native_dropout.default: _dropout,
     aten.native_dropout_backward.default: _dropout_backward,
 }
 """Op -> the formula that is traced in its place; it returns NotImplemented where the op has the
-bits of eager PyTorch."""
+bits and the layout of eager PyTorch."""

@@ -54,11 +54,13 @@ from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTens
 from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import CompileContext, TracingContext
 from torch._guards import tracing as _tracing
+from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as _perm_of
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import traceback as _fx_traceback
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
+from torch.fx.experimental.symbolic_shapes import statically_known_true as surely
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import _foreach_supported_types as _foreach_optimizers
 from torch.utils import _pytree as trees
@@ -86,6 +88,7 @@ __all__ = [
     "grad_of",
     "is_traceable_wrapper_subclass",
     "set_grad",
+    "surely",
     "trees",
     "without_modes",
 ]
@@ -308,6 +311,13 @@ def without_python_kernels(ops: Iterable[Dispatched]) -> Iterator[None]:
         for op, key, kernel in taken:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+def elementwise_order(*tensors: Tensor) -> list[int]:
+    """The dimensions of what a kernel computes of each element of some tensors, the one with the
+    largest stride first."""
+    order, _ = _perm_of(*tensors)
+    return order
 
 
 @cache

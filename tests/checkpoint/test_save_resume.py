@@ -153,7 +153,9 @@ def test_load_takes_a_model_on_meta_that_was_offloaded(tmp_path):
     safetensors.torch.save_file({**values, "more": torch.ones(1)}, tmp_path / "model.safetensors")
     with torch.device("meta"):
         model = mlp()
-    with pytest.raises(CheckpointMismatch, match=r"0.weight: is on meta; call zcompile.offload"):
+    with pytest.raises(
+        CheckpointMismatch, match=r"0.weight: has no value, it is on meta; call"
+    ):
         zcompile.load(model, tmp_path, strict=False)
     zcompile.offload(model, **SMALL)
     with pytest.raises(CheckpointMismatch) as caught:
@@ -213,6 +215,18 @@ def test_buffers_on_meta_get_memory_with_their_values_and_stay_shared(by, tmp_pa
     assert model[0].scratch.is_meta, "nobody has a value for it"
     x = torch.randn(8, 4)
     assert torch.equal(model(x).cpu(), plain(x))
+
+
+@pytest.mark.parametrize("by", ["zcompile.load", "zcompile.resume"])
+def test_what_a_hook_of_state_dict_makes_on_meta_is_refused(by, tmp_path):
+    """The buffer itself is nowhere to be found."""
+    plain, model = normed_on_meta(tmp_path / "c")
+    model.register_state_dict_post_hook(
+        lambda _, state, *rest: state.update({"1.running_var": state["1.running_var"].detach()})
+    )
+    with pytest.raises(CheckpointMismatch, match=r"1.running_var: has no value, it is on meta, an"):
+        BRINGING[by](model, tmp_path / "c", plain)
+    assert model[1].running_var.is_meta
 
 
 @pytest.mark.parametrize("by", ["zcompile.load", "zcompile.resume"])

@@ -34,7 +34,7 @@ from zcompile.checkpoint.durable import (
     resume_durable,
 )
 from zcompile.checkpoint.file import Folder, OpenFile, OpenFiles, checkpoint_errors
-from zcompile.checkpoint.meta_buffers import cannot_take_a_value, memory_for
+from zcompile.checkpoint.meta_buffers import buffers_of, memory_for, why_without_value
 from zcompile.checkpoint.plain_values import unpack
 from zcompile.checkpoint.safetensors import (
     Header,
@@ -509,7 +509,8 @@ def _load(
     wanted = {name: held.aliases.get(name, name) for name in found}
     missing = sorted(held.tensors.keys() - set(wanted.values()))
     unexpected = sorted(name for name in found if wanted[name] not in held.tensors)
-    rows = _unloadable(found, wanted, held, offloaded=session is not None)
+    buffers = frozenset[int]() if session is None else buffers_of(model)
+    rows = _unloadable(found, wanted, held, buffers)
     if strict:
         rows += [
             f"{name}: missing, the model has {fact_of(held.tensors[name])}" for name in missing
@@ -650,10 +651,16 @@ def _listed(paths: Paths) -> list[Path]:
 
 
 def _unloadable(
-    found: Mapping[str, Place | Held], wanted: Mapping[str, str], held: ModelState, offloaded: bool
+    found: Mapping[str, Place | Held],
+    wanted: Mapping[str, str],
+    held: ModelState,
+    buffers: frozenset[int],
 ) -> list[str]:
     """Sentences on what cannot be loaded, strictly or not: another shape, complex numbers for
-    real ones, or no memory to take it. `offloaded`: buffers on `meta` get theirs."""
+    real ones, or no memory to take it.
+
+    buffers  that are given memory, by `id`
+    """
     rows = []
     for name, place in found.items():
         target = held.tensors.get(wanted[name])
@@ -666,8 +673,8 @@ def _unloadable(
                 f"{name}: {fact_in(place)} would lose its imaginary part, the model has "
                 f"{fact_of(target)}"
             )
-        elif cannot_take_a_value(target, offloaded):
-            rows.append(f"{name}: is on meta; call zcompile.offload(model) or to_empty first")
+        elif (why := why_without_value(target, buffers)) is not None:
+            rows.append(f"{name}: has no value, {why}")
     return rows
 
 

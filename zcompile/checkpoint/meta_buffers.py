@@ -13,14 +13,30 @@ from torch import Tensor, nn
 from zcompile.runtime.eager.tensor import TieredTensor
 
 
-def cannot_take_a_value(tensor: Tensor, offloaded: bool) -> bool:
-    """Whether a tensor of a model is on `meta` and stays there.
+def buffers_of(model: nn.Module) -> frozenset[int]:
+    """The ids of the buffers of a model, which `memory_for` has memory for."""
+    return frozenset(
+        id(buffer)
+        for module in model.modules()
+        for buffer in module._buffers.values()
+        if buffer is not None
+    )
 
-    offloaded  the model is: `memory_for` is there for its buffers
+
+def why_without_value(tensor: Tensor, buffers: Collection[int]) -> str | None:
+    """Why a tensor of `state_dict` is on `meta` and stays there, and what to do, as a clause; None:
+    it can take a value.
+
+    buffers  ids of those that `memory_for` has memory for; none, if the model is not offloaded
     """
-    if not tensor.is_meta or isinstance(tensor, TieredTensor):
-        return False
-    return isinstance(tensor, nn.Parameter) or not offloaded
+    if not tensor.is_meta or isinstance(tensor, TieredTensor) or id(tensor) in buffers:
+        return None
+    if not buffers:
+        return "it is on meta; call zcompile.offload(model) or to_empty first"
+    return (
+        "it is on meta, and is no buffer of a module: one that state_dict, or a hook of it, makes "
+        "cannot be given memory; call to_empty first, or register it as a buffer"
+    )
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zcompile.checkpoint.meta_buffers import cannot_take_a_value, memory_for
+from zcompile.checkpoint.meta_buffers import buffers_of, memory_for, why_without_value
 from zcompile.checkpoint.plain_values import Packer, check_dense, check_packed, unpack
 from zcompile.errors import CheckpointMismatch, Unsupported
 from zcompile.ir.types import EntryKind, Layout
@@ -406,7 +406,8 @@ def restore(
     """
     held = model_state(model)
     _check_said(source)
-    _check_fits(source, held, optimizer, offloaded=session_behind(model) is not None)
+    buffers = frozenset[int]() if session_behind(model) is None else buffers_of(model)
+    _check_fits(source, held, optimizer, buffers)
     states = source.meta["optimizer"]["states"] if optimizer is not None else {}
     done: list[str] = []
     with (
@@ -495,8 +496,9 @@ def _check_fits(
     source: StateSource,
     held: ModelState,
     optimizer: torch.optim.Optimizer | None,
-    offloaded: bool,
+    buffers: frozenset[int],
 ) -> None:
+    """buffers  that are given memory, by `id`"""
     saved: Mapping[str, Any] = source.meta
     if saved.get("format") != FORMAT:
         raise CheckpointMismatch(
@@ -518,9 +520,9 @@ def _check_fits(
         if held.aliases.get(alias) != first and alias not in held.tensors
     ]
     rows += [
-        f"{name}: has no value, it is on meta; call zcompile.offload(model) or to_empty first"
+        f"{name}: has no value, {why}"
         for name, tensor in held.tensors.items()
-        if cannot_take_a_value(tensor, offloaded)
+        if (why := why_without_value(tensor, buffers)) is not None
     ]
     if optimizer is not None:
         rows += unfitting_groups(saved["optimizer"], held, optimizer)

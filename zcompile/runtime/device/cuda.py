@@ -7,6 +7,7 @@ for it and reports (`copy`, `clear`), or whoever was given its mark asks, or has
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -262,7 +263,14 @@ class CudaDevice:
         name: str,
     ) -> Ticket:
         with self._locks[direction]:
-            mark = self._on_stream(direction, partial(_copy_each, copies), after, name)
+            try:
+                mark = self._on_stream(direction, partial(_copy_each, copies), after, name)
+            except RuntimeError:
+                # Those before the one that failed may be on their way, with nobody to wait for
+                # them; on purpose silent, since what went wrong is raised here.
+                with suppress(RuntimeError):
+                    self._streams[direction].synchronize()
+                raise
         self._meter.moved(direction, sum([target.numel() for target, _ in copies]))
         return mark
 

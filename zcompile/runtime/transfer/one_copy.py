@@ -88,13 +88,11 @@ class OneCopy(InFlight):
         memory = self._memory
         assert memory is not None, "it is started once"
         if len(home) == 1:
-            parts = [(memory, home[0][1])]
-        else:
-            parts = [
-                (memory[at - self.begin : at - self.begin + piece.numel()], piece)
-                for at, piece in home
-            ]
-        return [(piece, part) for part, piece in parts] if self.writes else parts
+            return [(home[0][1], memory) if self.writes else (memory, home[0][1])]
+        parts = [memory[at - self.begin :][: piece.numel()] for at, piece in home]
+        pieces = [piece for _, piece in home]
+        pairs = (pieces, parts) if self.writes else (parts, pieces)
+        return list(zip(*pairs, strict=True))
 
     def enqueue(
         self,

@@ -153,9 +153,7 @@ def test_load_takes_a_model_on_meta_that_was_offloaded(tmp_path):
     safetensors.torch.save_file({**values, "more": torch.ones(1)}, tmp_path / "model.safetensors")
     with torch.device("meta"):
         model = mlp()
-    with pytest.raises(
-        CheckpointMismatch, match=r"0.weight: has no value, it is on meta; call"
-    ):
+    with pytest.raises(CheckpointMismatch, match=r"0.weight: has no value, it is on meta; call"):
         zcompile.load(model, tmp_path, strict=False)
     zcompile.offload(model, **SMALL)
     with pytest.raises(CheckpointMismatch) as caught:

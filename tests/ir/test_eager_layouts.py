@@ -94,7 +94,6 @@ CALLS = {
         [True, True, True],
     ),
     aten.channel_shuffle.default: (LAST, 2),
-    aten.roll.default: (LAST, [1], [1]),
 }
 
 
@@ -109,9 +108,9 @@ def strides(values):
     return [t.stride() for t in values]
 
 
-@pytest.mark.parametrize("op", LAYOUTS, ids=str)
-def test_torch_tells_another_layout_than_the_kernel_gives_and_we_trace_that_of_the_kernel(op):
-    leaves, spec = trees.tree_flatten(CALLS[op])
+def told_of(op, args):
+    """Strides of what a call gives, as torch tells them and as we do."""
+    leaves, spec = trees.tree_flatten(args)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def function(*tensors):
@@ -129,8 +128,48 @@ def test_torch_tells_another_layout_than_the_kernel_gives_and_we_trace_that_of_t
         (output,) = graph.graph.find_nodes(op="output")
         found += [node.meta["val"].stride() for node in trees.tree_leaves(output.args)]
         assert all(map(torch.equal, graph(*tensors), given))
+    return given, told, ours
+
+
+@pytest.mark.parametrize("op", LAYOUTS, ids=str)
+def test_torch_tells_another_layout_than_the_kernel_gives_and_we_trace_that_of_the_kernel(op):
+    given, told, ours = told_of(op, CALLS[op])
     assert told != strides(given), "torch tells the true layout by now: no row is needed"
     assert ours == strides(given)
+
+
+def laid_out(value, turn):
+    """A tensor of two or more dimensions with these in another order in memory."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    order = TURNS[turn](list(range(value.dim())))
+    return value.permute(order).contiguous().permute([order.index(d) for d in range(value.dim())])
+
+
+TURNS = {
+    "plain": lambda dims: dims,
+    "channels last": lambda dims: [dims[0], *dims[2:], dims[1]],
+    "last two exchanged": lambda dims: [*dims[:-2], dims[-1], dims[-2]],
+    "channels first": lambda dims: [dims[1], dims[0], *dims[2:]],
+    "the other way round": lambda dims: dims[::-1],
+}
+WITH_NUMBERS = {
+    aten.floor_divide.default: (drawn(2, 4, 6, 6), 2),
+    aten.pow.Scalar: (2, drawn(2, 4, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("op", LAYOUTS, ids=str)
+def test_what_torch_tells_truly_stays_true(op, turn):
+    calls = [CALLS[op], *([WITH_NUMBERS[op]] if op in WITH_NUMBERS else [])]
+    for call in calls:
+        tensors = [n for n, value in enumerate(call) if isinstance(value, torch.Tensor)]
+        for turned in (tensors, tensors[:1], tensors[1:]):
+            args = [laid_out(v, turn) if n in turned else v for n, v in enumerate(call)]
+            given, told, ours = told_of(op, tuple(args))
+            for true, one, other in zip(strides(given), told, ours, strict=True):
+                assert other == true or one != true
 
 
 def graphs_of(function, args, formulas):

@@ -32,10 +32,13 @@ def _contiguous(result: Tensor, args: Sequence[Any]) -> Order:
 
 
 def _as(*positions: int) -> Callable[[Tensor, Sequence[Any]], Order]:
-    """As what is computed of each element of some arguments, of which the first matters most."""
+    """As what is computed of each element of some arguments, of which the first matters most;
+    numbers among them do not."""
 
     def order(result: Tensor, args: Sequence[Any]) -> Order:
-        return elementwise_order(*(args[position].expand(result.shape) for position in positions))
+        values = (args[position] for position in positions)
+        tensors = [value.expand(result.shape) for value in values if isinstance(value, Tensor)]
+        return elementwise_order(*tensors)
 
     return order
 
@@ -76,11 +79,13 @@ class Layout:
     order    of the result and the arguments of a call
     results  which of the results
     cpu      whether it is a kernel for CPUs, and those for other devices do as is told
+    masked   whether the last argument says which of the results are made
     """
 
     order: Callable[[Tensor, Sequence[Any]], Order]
     results: tuple[int, ...] = (0,)
     cpu: bool = False
+    masked: bool = False
 
 
 LAYOUTS: Mapping[Dispatched, Layout] = {
@@ -88,7 +93,7 @@ LAYOUTS: Mapping[Dispatched, Layout] = {
     aten.smooth_l1_loss_backward.default: Layout(_contiguous),
     aten.huber_loss_backward.default: Layout(_contiguous),
     aten._log_softmax_backward_data.default: Layout(_contiguous),
-    aten.native_layer_norm_backward.default: Layout(_contiguous, (0, 1, 2)),
+    aten.native_layer_norm_backward.default: Layout(_contiguous, (0, 1, 2), masked=True),
     aten.glu_backward.default: Layout(_contiguous, cpu=True),
     aten.log_sigmoid_forward.default: Layout(_contiguous, (0, 1), cpu=True),
     aten.log_sigmoid_backward.default: Layout(_as(0), cpu=True),
@@ -119,9 +124,8 @@ LAYOUTS: Mapping[Dispatched, Layout] = {
     aten._native_batch_norm_legit_functional.default: Layout(_by_format(0), cpu=True),
     aten._native_batch_norm_legit_no_training.default: Layout(_by_format(0), cpu=True),
     aten._native_batch_norm_legit.no_stats: Layout(_by_format(0), cpu=True),
-    aten.native_batch_norm_backward.default: Layout(_by_format(1), cpu=True),
+    aten.native_batch_norm_backward.default: Layout(_by_format(1), cpu=True, masked=True),
     aten.channel_shuffle.default: Layout(_by_format(0), cpu=True),
-    aten.roll.default: Layout(_as(0), cpu=True),
 }
 """Ops of which torch's fake tensors are laid out otherwise than what their kernels give."""
 
@@ -138,6 +142,8 @@ def _laying_out(op: Dispatched, layout: Layout) -> Callable[..., Any]:
         several = isinstance(results, tuple)
         laid = list(results) if several else [results]
         for position in layout.results:
+            if layout.masked and not args[-1][position]:
+                continue  # torch may tell of a tensor there
             value = laid[position]
             if (
                 isinstance(value, Tensor)

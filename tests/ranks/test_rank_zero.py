@@ -166,7 +166,7 @@ def within(pool, tmp_path_factory):
     return rows
 
 
-@pytest.mark.parametrize(
+in_each_division = pytest.mark.parametrize(
     ("ranks", "fields"),
     sampled_rows(
         [(2, {}), (2, {"stage": 2}), (2, {"partition": "owner"}), (4, {})],
@@ -174,6 +174,10 @@ def within(pool, tmp_path_factory):
         (2, {"partition": "owner"}),
     ),
 )
+"""Of weights and states among ranks: what these are asked for, and how many."""
+
+
+@in_each_division
 def test_rank_zero_saves_as_a_process_alone_does(within, ranks, fields):
     rows = within(ranks, **fields)
     assert [row.saved[0] for row in rows] == [True] + [False] * (ranks - 1)
@@ -188,14 +192,7 @@ def test_rank_zero_saves_as_a_process_alone_does(within, ranks, fields):
     assert sum(row.saved[2] for row in rows[1:]) > 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "fields"),
-    sampled_rows(
-        [(2, {}), (2, {"stage": 2}), (2, {"partition": "owner"}), (4, {})],
-        (2, {}),
-        (2, {"partition": "owner"}),
-    ),
-)
+@in_each_division
 def test_training_goes_on_behind_it_as_if_nothing_had_happened(within, undisturbed, ranks, fields):
     rows = within(ranks, **fields)
     assert all(before == behind for before, behind in (row.expected for row in rows))

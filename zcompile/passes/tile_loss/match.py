@@ -14,14 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from zcompile.ir.graph import (
-    CASTS,
-    RESHAPES,
-    TRANSPOSES,
-    output_of,
-    positions,
-    root_of,
-)
+from zcompile.ir.graph import CASTS, RESHAPES, TRANSPOSES, output_of, positions, root_of
 
 aten = torch.ops.aten
 
@@ -218,8 +211,8 @@ def _same_rows(softmax: fx.Node) -> list[fx.Node]:
 def _wide(node: fx.Node, softmax: fx.Node) -> bool:
     """Whether the dtype of a value has all numbers of that of the log-softmax."""
     dtype, narrow = node.meta["val"].dtype, softmax.meta["val"].dtype
-    if not dtype.is_floating_point or dtype.itemsize < narrow.itemsize:  # as of float8, which
-        return False  # torch does not promote
+    if not dtype.is_floating_point or dtype.itemsize < narrow.itemsize:
+        return False  # before torch is asked, which refuses to promote float8
     return bool(torch.promote_types(dtype, narrow) == dtype)
 
 

@@ -122,7 +122,7 @@ dist.destroy_process_group()
 print("passed", flush=True)
 """
 
-TOGETHER = """
+TOGETHER = r"""
 import os, sys
 import torch, zcompile
 from rank_models import adamw, batch, digest, words
@@ -135,14 +135,15 @@ for step in range(2):
         (run(*batch(step, number)) / (4 // ranks)).backward()
     optimizer.step()
     optimizer.zero_grad()
-print("digest", digest(model.parameters()), flush=True)
+# One string: torchrun's ranks share a pipe and write unbuffered, and `print` writes in pieces.
+sys.stdout.write(f"digest {digest(model.parameters())}\n")
 if len(sys.argv) > 1 and rank == 1:
     raise ValueError("rank 1 has had enough")
 if len(sys.argv) > 1:
     try:
         run(*batch(3, rank)).backward()
     except zcompile.errors.RankFailed as error:
-        print("told", error, flush=True)
+        sys.stdout.write(f"told {error}\n")
 """
 
 

@@ -180,14 +180,54 @@ def test_a_copy_that_was_traced_already_is_not_made_twice():
     assert not made.body.find_nodes(op="call_function", target=region_code.as_ordered)
 
 
+def read_by(target, *args):
+    """A region with an op of torch's that was told to be contiguous, and what reads that."""
+
+    def write(op, x):
+        relu = op(aten.relu.default, x, told=PLAIN)
+        turned = op(aten.permute.default, relu, [0, 1, 2, 3], told=PLAIN)
+        return [
+            op(target, turned, *args, told=torch.empty(96)),
+            op(aten.neg.default, relu, told=PLAIN),
+        ]
+
+    return write
+
+
+def test_of_torchs_ops_a_copy_is_for_those_who_take_the_layout_for_granted():
+    """Others round by the layout that there is in eager PyTorch."""
+    value = value_of(LAST)
+    flat, negative = twice(region(read_by(aten.view.default, [96]), LAST).call, value)
+    assert torch.equal(flat, value.reshape(96))
+    assert negative.stride() == LAST.stride()
+    made = region(read_by(aten.abs.default), LAST)
+    assert not made.body.find_nodes(op="call_function", target=region_code.as_ordered)
+    assert [result.stride() for result in twice(made.call, value)] == [LAST.stride()] * 2
+
+
+def test_who_takes_it_for_granted_may_be_in_another_region():
+    graph = fx.Graph()
+    place = graph.placeholder("given")
+    place.meta["val"] = LAST
+    relu = graph.call_function(aten.relu.default, (place,))
+    turned = graph.call_function(aten.permute.default, (relu, [0, 1, 2, 3]))
+    flat = graph.call_function(aten.view.default, (turned, [96]))
+    for node in (relu, turned, flat):
+        node.meta["val"] = torch.empty(96) if node is flat else PLAIN
+    graph.output((flat,))
+    compiled = {}
+    first, second = (compile_region(nodes, compiled) for nodes in ([relu], [turned, flat]))
+    value = value_of(LAST)
+    for _ in range(2):
+        (result,) = second.call([*first.call([value])])
+        assert torch.equal(result, value.reshape(96))
+
+
 def test_it_is_said_once_for_each_op_and_who_wrote_it_is_warned(caplog):
     caplog.set_level(logging.INFO, "zcompile.ir.region_code")
     for _ in range(2):
-        for target in (DOUBLED, aten.relu.default):
-            told = PLAIN if target is aten.relu.default else LAST
-            region(lambda op, x, t=target, told=told: [op(t, x, told=told)], LAST).call(
-                [value_of(LAST)]
-            )
+        region(lambda op, x: [op(DOUBLED, x, told=LAST)], LAST).call([value_of(LAST)])
+        region(read_by(aten.view.default, [96]), LAST).call([value_of(LAST)])
     rows = [(row.levelname, row.getMessage()) for row in caplog.records]
     assert [level for level, _ in rows] == ["WARNING", "INFO"]
     assert "region_code.doubled gives a result with strides (48, 16, 4, 1)" in rows[0][1]

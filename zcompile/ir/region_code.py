@@ -5,15 +5,15 @@ contiguous. They are those of torch's fake kernels, and of ops that users regist
 where a real kernel lays its result out otherwise, an op behind it may read memory in a wrong order,
 without a word. What is known of torch's own ops stands in `ir/eager_layouts.py`; this is the net
 below it. Kernels choose a layout by what they are given, so that one look is enough: at the first
-run of a region. Where a result lies otherwise, a copy that lies as told takes its place from then
-on, and it is said once for each op.
+run of a region. Where a result lies otherwise, those who take its layout for granted get a copy
+that lies as told from then on, and it is said once for each op.
 """
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import getitem
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +21,7 @@ from torch.fx.node import map_arg
 
 from zcompile.ir.eager_layouts import LAYOUTS, Order, as_ordered, dense_strides, is_laid_out
 from zcompile.ir.printer import target_of
-from zcompile.ir.torch_compat import hint
+from zcompile.ir.torch_compat import Dispatched, hint
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
@@ -29,33 +29,104 @@ log = logging.getLogger(__name__)
 _COPIES = frozenset({aten.clone.default, aten.permute.default})
 """What begins the copy that is traced behind an op of `LAYOUTS`."""
 
+_TRUSTING = frozenset(
+    {
+        aten.view.default,
+        aten.view.dtype,
+        aten._unsafe_view.default,
+        aten.as_strided.default,
+        aten.view_as_complex.default,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.native_layer_norm.default,
+        aten.native_layer_norm_backward.default,
+        aten._weight_norm_interface.default,
+        aten._weight_norm_interface_backward.default,
+    }
+)
+"""Torch's ops that fail, or read numbers in a wrong order, where an argument lies otherwise than
+what traced them took for granted. Others look at the strides that they are given."""
+
 _told: set[str] = set()
 """Ops of which it was said that their results are copied."""
 
 
+# --- What is looked at ---
+
 MAKER = "maker"
-"""Key in `meta` of a node in the code of a region: the op of whose result is looked how it lies."""
+"""Key in `meta` of a node in the code of a region: the `Maker` of a result that is looked at."""
+TRUSTS = "trusts"
+"""Key in `meta` of a node in the code of a region: whether it takes for granted how its arguments
+lie."""
 
 
-def maker_of(node: fx.Node) -> str:
-    """The op that makes a traced value, if its kernel chooses how it lies; else "".
+class Maker(NamedTuple):
+    """The op that makes a result, whose kernel chooses how that lies.
 
-    Of a view, of what an op was given and changed, and of what is copied next as the kernel lays it
-    out (`LAYOUTS`), nothing is to be seen.
+    leaves  what takes that for granted is outside of the region, too
+    others  it is a user's, who is told
+    to_all  all readers are given a copy: a user's op is taken at its word, and so are fusions. Of
+            torch's own others round by the layout as in eager PyTorch
+    """
+
+    name: str
+    leaves: bool
+    others: bool = False
+    to_all: bool = False
+
+
+def maker_of(node: fx.Node, inside: Container[fx.Node]) -> Maker | None:
+    """The op that makes a traced value, if there is something to look at.
+
+    There is not at a view, at what an op was given and changed, at what is copied next as the
+    kernel lays it out (`LAYOUTS`), and at what nobody takes for granted.
+
+    inside  the nodes of its region
     """
     value, maker, position = node.meta.get("val"), node, 0
     if not _is_plain(value) or value.dim() < 2:
-        return ""
+        return None
     if node.target is getitem:
         maker, position = node.args  # type: ignore[assignment]  # of a tuple
-    schema = getattr(maker.target, "_schema", None)  # none: a fusion, an op with graphs of its own
-    if schema is not None:
-        returns = schema.returns
-        if returns[min(position, len(returns) - 1)].alias_info is not None:
-            return ""
+    if _hands_on(maker, position):
+        return None
     if maker.target in LAYOUTS and all(user.target in _COPIES for user in node.users):
-        return ""
-    return target_of(maker)
+        return None
+    readers = [user for user in node.users if trusts(user)]
+    others = _is_others(maker)
+    if not (readers or others):
+        return None
+    leaves = others or any(user not in inside for user in readers)
+    return Maker(target_of(maker), leaves, others, to_all=others)
+
+
+def trusts(node: fx.Node) -> bool:
+    """Whether an op takes for granted how its arguments lie, or gives a view to one that does."""
+    if node.target in _TRUSTING or _is_others(node):
+        return True
+    return _hands_on(node) and any(map(trusts, node.users))
+
+
+def _hands_on(node: fx.Node, position: int = 0) -> bool:
+    """Whether a result of an op is what it was given, or a view of that."""
+    schema = getattr(node.target, "_schema", None)  # none: a fusion, an op with graphs of its own
+    if schema is None or not schema.returns:
+        return False
+    return schema.returns[min(position, len(schema.returns) - 1)].alias_info is not None
+
+
+def _is_others(node: fx.Node) -> bool:
+    """Whether a node calls an op that is neither torch's nor ours."""
+    return isinstance(node.target, Dispatched) and node.target.namespace not in _KNOWN
+
+
+_KNOWN = frozenset(
+    {"aten", "prims", "rngprims", "inductor", "mkldnn", "quantized", "_c10d_functional", "zinf"}
+)
+"""Namespaces of torch's ops, and of ours."""
+
+
+# --- The code ---
 
 
 class RegionCode:
@@ -84,9 +155,8 @@ class RegionCode:
         ends = _last_readers(self.graph)
         inputs, values = list(reversed(given)), dict[fx.Node, Any]()
         del given
-        strays: list[tuple[fx.Node, Order]] = []
         results: tuple[Any, ...] = ()
-        for node in self.graph.nodes:
+        for node in self.graph.nodes:  # a copy that is written behind one is the next
             if node.op == "placeholder":
                 values[node] = inputs.pop()
                 continue
@@ -98,22 +168,26 @@ class RegionCode:
             result = called(*(args[1:] if node.op == "call_method" else args), **kwargs)
             del args, kwargs, called
             maker = node.meta.get(MAKER)
-            if maker and (order := _stray(node.meta["val"], result)) is not None:
+            if maker is not None and (order := _stray(node.meta["val"], result)) is not None:
                 _tell(maker, node.meta["val"], result)
-                result = as_ordered(result, order)
-                strays.append((node, order))
+                self._copy_behind(node, maker, order)
+                ends = _last_readers(self.graph)
             values[node] = result
             del result
             for ended in ends[node]:
-                del values[ended]
-        for node, order in strays:
-            with self.graph.inserting_after(node):
-                laid = self.graph.call_function(as_ordered, (node, tuple(order)))
-            laid.meta["val"] = node.meta["val"]
-            del node.meta[MAKER]  # a region that this one is joined to has the copy as well
-            for user in [user for user in node.users if user is not laid]:
-                user.replace_input_with(node, laid)
+                values.pop(ended, None)
         return results
+
+    def _copy_behind(self, node: fx.Node, maker: Maker, order: Order) -> None:
+        """Give a copy that lies as told to those who take that for granted."""
+        with self.graph.inserting_after(node):
+            laid = self.graph.call_function(as_ordered, (node, tuple(order)))
+        laid.meta["val"] = node.meta["val"]
+        del node.meta[MAKER]  # a region that this one is joined to has the copy as well
+        for user in [user for user in node.users if user is not laid]:
+            reads = maker.leaves if user.op == "output" else user.meta.get(TRUSTS, False)
+            if reads or maker.to_all:
+                user.replace_input_with(node, laid)
 
 
 def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -151,21 +225,19 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def _tell(maker: str, told: Tensor, result: Tensor) -> None:
+def _tell(maker: Maker, told: Tensor, result: Tensor) -> None:
     """Say once for each op that its results are copied; to who wrote it, as a warning."""
-    if maker in _told:
+    if maker.name in _told:
         return
-    _told.add(maker)
-    is_torchs = maker.startswith(("aten.", "prims."))
+    _told.add(maker.name)
     log.log(
-        logging.INFO if is_torchs else logging.WARNING,
+        logging.WARNING if maker.others else logging.INFO,
         "%s gives a result with strides %s, and told of %s while it was traced: it is copied each "
         "time, so that what was traced behind it is right%s",
-        maker,
+        maker.name,
         tuple(result.stride()),
         tuple(hint(stride) for stride in told.stride()),
-        ""
-        if is_torchs
-        else "; its fake kernel (torch.library.register_fake) should lay results out as its kernel "
-        "does",
+        "; its fake kernel (torch.library.register_fake) should lay results out as its kernel does"
+        if maker.others
+        else "",
     )

@@ -25,7 +25,7 @@ from zcompile.ir.fusions import (
     views_of_results,
 )
 from zcompile.ir.printer import target_of
-from zcompile.ir.region_code import MAKER, RegionCode, maker_of
+from zcompile.ir.region_code import MAKER, TRUSTS, Maker, RegionCode, maker_of, trusts
 from zcompile.ir.types import Region
 from zcompile.ir.work import total_work, work_of
 
@@ -81,11 +81,12 @@ def is_product(node: fx.Node) -> bool:
 def structure(nodes: Sequence[fx.Node]) -> str:
     """Digest of everything about a region but its names."""
     number = {node: index for index, node in enumerate((*inputs_of(nodes), *nodes))}
+    inside = set(nodes)
     parts = [_described(node.meta.get("val")) for node in inputs_of(nodes)]
     for node in nodes:
         args = _canonical((node.args, node.kwargs), number)
-        look = "" if maker_of(node) else "*"
-        parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}{look}")
+        looks = f"{maker_of(node, inside) or ''}{trusts(node) or ''}"
+        parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}{looks}")
     parts.append(str([number[node] for node in outputs_of(nodes)]))
     for members in _fused_among(nodes).values():
         fused = fused_of(members[0])
@@ -163,7 +164,7 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.Gra
         node: graph.call_function(getitem, (targets, position))
         for position, node in enumerate(products)
     }
-    fused = _fused_among(nodes)
+    fused, inside = _fused_among(nodes), set(nodes)
     for node in nodes:
         number = fusion_of(node) if fused_of(node) is not None else None
         if number is not None:
@@ -174,8 +175,9 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.Gra
         if node in place:
             made.target = aten.mm.out
             made.kwargs = {**made.kwargs, "out": place[node]}
-        elif maker := maker_of(node):
+        elif maker := maker_of(node, inside):
             made.meta[MAKER] = maker
+        made.meta[TRUSTS] = trusts(node)
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
     return graph
 
@@ -194,7 +196,7 @@ def _call_fused(graph: fx.Graph, members: Sequence[fx.Node], env: dict[fx.Node, 
     for position, node in enumerate(made):
         env[node] = graph.call_function(getitem, (results, position))
         env[node].meta["val"] = node.meta["val"]
-        env[node].meta[MAKER] = target_of(node)
+        env[node].meta[MAKER] = Maker("a fusion", leaves=True, to_all=True)
     for node in views_of_results(members):
         env[node] = graph.node_copy(node, env.__getitem__)
 

@@ -8,6 +8,7 @@ that of a script.
 import ctypes
 import faulthandler
 import os
+import signal
 import sys
 import time
 import traceback
@@ -84,6 +85,7 @@ def _live(
     with (tmp_path / f"rank-{rank}").open("wb") as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     faulthandler.dump_traceback_later(PATIENCE_S - 10)
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")

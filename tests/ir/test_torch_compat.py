@@ -6,6 +6,8 @@ import os
 import platform
 import socket
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -835,6 +837,34 @@ def keys_below() -> None:
     below.set("b", "1")
     assert below.get("b") == store.get("a/b") == b"1"
     assert not below.check(["a/b"])
+
+
+@contract
+def end_messages() -> None:
+    """Whoever waits for a message of the group is told at once, whichever way it goes; another
+    group of the same ranks works on."""
+    store, patience = dist.HashStore(), timedelta(minutes=5)
+
+    def groups_of(rank: int):
+        names = ("ended", "other")
+        return [
+            dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, 2, patience)
+            for name in names
+        ]
+
+    with ThreadPoolExecutor(4) as pool:
+        (ended, other), (_, peer) = pool.map(groups_of, range(2))
+        comes, goes = ended.recv([torch.zeros(1)], 1, 7), ended.send([torch.zeros(1)], 1, 8)
+        waits = [pool.submit(work.wait, patience) for work in (comes, goes)]
+        private.end_messages(ended, 9)
+        for wait in waits:
+            with pytest.raises(RuntimeError):
+                wait.result(60)
+        private.end_messages(ended, 9)  # once more: nothing is left to end
+        came = torch.zeros(1)
+        waits = [other.recv([came], 1, 7), peer.send([torch.ones(1)], 0, 7)]
+        assert all(work.wait(patience) for work in waits)
+        assert came.item() == 1.0
 
 
 @contract

@@ -18,9 +18,10 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -1311,6 +1312,22 @@ def keys_below(name: str, store: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d.PrefixStore(name, store)
+
+
+def end_messages(group: Any, unused_tag: int) -> None:
+    """End what waits in this process for messages of a gloo group, with a RuntimeError: all of it,
+    at once. Connections of the group close, so other ranks see what they see when a process ends.
+
+    `abort` and `shutdown` of a gloo group end no wait. But a message that does not come in time
+    makes gloo close all connections of its group: so one is waited for that nobody sends.
+
+    unused_tag  of which no rank sends anything in this group
+    """
+    never = torch.empty(1, dtype=torch.uint8, device="cpu")
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):  # too late, as meant; or closed already
+                group.recv([never], peer, unused_tag).wait(timedelta(milliseconds=1))
 
 
 def store_of_torchrun() -> tuple[Any, int, int]:

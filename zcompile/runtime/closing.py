@@ -93,6 +93,12 @@ class Closing(weakref.ref[Any]):
 
 
 _OPEN: set[Closing] = set()
+_LAST: list[Job] = []
+
+
+def call_last(job: Job) -> None:
+    """Call a job at the end of the process, when all stores are closed."""
+    _LAST.append(job)
 
 
 def open_stores() -> list[Any]:
@@ -118,6 +124,8 @@ def _close_all() -> None:
     that it had not removed yet would look like a killed run's.
     """
     with ExitStack() as every:  # whatever one of them raises
+        for job in _LAST:
+            every.callback(job)  # what was put on the stack first is called last
         for closing in list(_OPEN):
             every.callback(_finish, closing)
 

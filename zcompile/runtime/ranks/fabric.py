@@ -52,6 +52,7 @@ from zcompile.runtime.ranks.link import NOTHING, LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
 from zcompile.runtime.ranks.transport import (
     LONGEST,
+    TAGS,
     PeerGone,
     host_memory,
     host_rows,
@@ -64,8 +65,6 @@ log = logging.getLogger(__name__)
 
 LANES = ("agree", "gather", "exchange", "replicate")
 """The last one only where several groups each hold a whole."""
-TAGS = 1 << 24
-"""The first tag of a message: in a group of the user's, nobody else is likely to use those."""
 DIGEST_BYTES = 16
 TEXT_BYTES = 424
 """Of a record, for people: what a rank is about to do."""
@@ -898,7 +897,10 @@ class Fabric:
                     # Its memory is nobody's when the promise is kept: compute may have it then.
                     jobs.pop()()
                 except PeerGone as gone:
-                    self.fail(self._watch.lost(gone.peer))
+                    # After a failure, or at the end, it is others that have closed the connection,
+                    # or this rank: the peer is not to blame.
+                    if self._error is None:
+                        self.fail(self._watch.lost(gone.peer))
                     assert self._error is not None, "just set"
                     raise self._error from gone
                 except BaseException as error:

@@ -12,11 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from zcompile.ir.partition import Crossing
+from zcompile.runtime.closing import call_last
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.ranks.link import RankLink
 from zcompile.runtime.ranks.transport import (
@@ -32,6 +34,11 @@ from zcompile.runtime.transfer.ticket import Finishing, Promise, Reporting, Tick
 
 MOST_BEGUN = 16
 """Collectives of a lane that are under way at once."""
+LAST_JOB_S = 0.1
+"""Seconds for which, at the end of the process, the jobs of all lanes are waited for that wait for
+nobody; one that takes longer is taken to wait for another rank."""
+LAST_WAIT_S = 2.0
+"""Seconds for which the threads of all lanes are waited for once nothing waits for other ranks."""
 
 
 class Posts:
@@ -142,6 +149,7 @@ class Lane:
         self._holds: Workers | None = None
         """The thread that a paced link holds, while that of the lane listens to the others."""
         self.waiting: Waiting | None = None
+        _LANES.add(self)
 
     def submit(self, job: Callable[[], None], posts: Posts | None = None) -> None:
         """Hand a job over; what is raised on the way, as by an interrupt, takes all of it back.
@@ -167,11 +175,22 @@ class Lane:
             job = self._coming.popleft().job
         job()
 
-    def stop(self) -> None:
-        """End the threads after what they do now, without waiting for that."""
-        self._workers.stop(0.0)
-        if self._holds is not None:
-            self._holds.stop(0.0)
+    @property
+    def is_alive(self) -> bool:
+        """Whether a thread of it has not ended."""
+        return self._workers.are_alive or (self._holds is not None and self._holds.are_alive)
+
+    def stop(self, until: float = 0.0) -> None:
+        """End the threads after what they do now.
+
+        until  when they are waited for no more, on the monotonic clock
+        """
+        for workers in filter(None, (self._workers, self._holds)):
+            workers.stop(max(0.0, until - time.monotonic()))
+
+    def end_messages(self) -> None:
+        """As `Channel.end_all`: the threads come back from whatever they wait for of others."""
+        self._channel.end_all()
 
     def pace(self) -> None:
         """Let collectives end with `agree_that_over` from here on; idempotent."""
@@ -284,3 +303,29 @@ class Lane:
         finally:
             with lock:
                 self.waiting = None
+
+
+_LANES: WeakSet[Lane] = WeakSet()
+"""Of this process, stopped ones too: a thread that waits for another rank is stopped by nothing."""
+
+
+def _end_threads() -> None:
+    """End the threads of all lanes, with the process.
+
+    A daemon thread that is within torch when the interpreter ends, and comes back from there, ends
+    the process by a signal ("terminate called"). After a failure threads of lanes wait there for
+    messages of other ranks, and come back when those end too.
+    """
+    alive = [lane for lane in _LANES if lane.is_alive]
+    until = time.monotonic() + LAST_JOB_S
+    for lane in alive:
+        lane.stop(until)
+    for lane in alive:
+        if lane.is_alive:
+            lane.end_messages()
+    until = time.monotonic() + LAST_WAIT_S
+    for lane in alive:
+        lane.stop(until)
+
+
+call_last(_end_threads)

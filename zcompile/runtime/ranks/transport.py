@@ -25,11 +25,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zcompile.ir.torch_compat import end_messages
 from zcompile.ir.units import KiB, MiB
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.device.pages import copy_bytes
 from zcompile.runtime.transfer.ticket import Ticket
 
+TAGS = 1 << 24
+"""The first tag of a message: in a group of the user's, nobody else is likely to use those."""
+UNUSED_TAG = TAGS - 1
+"""No message has it."""
 LONGEST = timedelta(days=20)
 """Of a message: how long ranks wait for each other is up to `watch.py`, which knows why."""
 PINNED_BYTES = 16 * MiB
@@ -82,6 +87,11 @@ class Channel:
             work.wait(LONGEST)
         except RuntimeError as error:
             raise PeerGone(peer) from error
+
+    def end_all(self) -> None:
+        """End what waits on this rank for messages of the group, whatever their tags: it is told
+        that its peer is gone. The group is of no use any more, to this rank or to others."""
+        end_messages(self._group, UNUSED_TAG)
 
 
 class Messages(Protocol):

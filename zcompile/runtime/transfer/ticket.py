@@ -5,7 +5,8 @@ Whoever reads a ticket sees three verbs (`Ticket`); whoever keeps a promise has 
 is attached with `then`, and only a caller that asks for it waits.
 
 All worker threads are daemons that hold no reference to what they worked on, so neither a forgotten
-store nor the end of the interpreter waits for them.
+store nor the end of the interpreter waits for them. One that is within torch by then would end the
+process by a signal, so whoever has such threads ends them before.
 """
 
 import threading
@@ -195,8 +196,16 @@ class Workers:
         """As `submit`, without a bytecode to run: for the callback of a weak reference."""
         return self._jobs.put
 
+    @property
+    def are_alive(self) -> bool:
+        """Whether any of the threads has not ended."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the threads after the jobs that run now; queued jobs are dropped."""
+        """End the threads after the jobs that run now; queued jobs are dropped.
+
+        timeout_s  for which each of the threads is waited for
+        """
         with suppress(Empty):
             while True:
                 self._jobs.get_nowait()

@@ -23,7 +23,7 @@ from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import TIERS, Compute
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import pieces
-from zcompile.planner.bounds import bound, demand_of
+from zcompile.planner.bounds import Demand, Segment, bound, demand_of, least_seconds
 from zcompile.planner.host_step import with_host_updates
 from zcompile.planner.late_step import with_all_late, with_late_step
 from zcompile.planner.pieces import demand_in_pieces
@@ -251,3 +251,16 @@ def test_a_step_of_which_the_host_updates_a_part_is_not_cut():
 def test_a_step_of_more_pieces_than_a_program_is_solved_for_is_not_cut(monkeypatch):
     monkeypatch.setattr(pieces, "MOST_SEGMENTS", 3)
     assert demand_in_pieces(recorded(), lambda region: 1.0).pieces is None
+
+
+@pytest.mark.parametrize(("since", "seconds"), [(0, 20.0), (1, 10.0)])
+@pytest.mark.parametrize("way", ["reads", "writes"])
+def test_what_may_be_used_in_a_piece_before_moves_there_as_well(way, since, seconds):
+    moved = {"reads": ((P,), (0,)), "writes": ((0,), (P,))}[way]
+    ahead = Segment(F, 10.0, (0,), (0,), (True,), late=True)
+    after = Segment(F, 0.0, *moved, (True,), late=True, since=(since,))
+    read = Segment(B, 0.0, (P,) if way == "writes" else (0,), (0,), (True,))
+    # Where it is written it is read later; the bus back takes no time.
+    ways = links(h2d=1e9) if way == "writes" else links()
+    found = least_seconds(Demand((P,), (ahead, after, read)), ways, Room({"device": 0}))
+    assert found.seconds == pytest.approx(seconds, rel=1e-3)

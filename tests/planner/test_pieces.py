@@ -17,10 +17,12 @@ from zcompile.errors import BudgetExceeded
 from zcompile.frontend.dry_run.plan import terms_of, trace
 from zcompile.ir.schedule import Fetch, Reduce, Run, Slot, Wait
 from zcompile.ir.step import EntryFact, StepCall, StepTrace
-from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Layout, Phase, Region, aligned
+from zcompile.ir.types import HELD, SMALL_BYTES, EntryKind, EntryRef, Layout, Phase, Region, aligned
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import TIERS, Compute
+from zcompile.memory import step_footprint
+from zcompile.memory.step_footprint import most_held, staying
 from zcompile.passes.arrange import ArenaShare, arranged
 from zcompile.planner import pieces
 from zcompile.planner.bounds import Demand, Segment, bound, demand_of, least_seconds
@@ -104,18 +106,51 @@ class Stack(nn.Module):
 
 
 @functools.cache
-def recorded() -> StepTrace:
+def recorded(batch: int = BATCH) -> StepTrace:
     """A step of linear layers, traced for a device that holds it all."""
     torch._dynamo.reset()
     machine = replace(MACHINE, tiers={**SMALL.tiers, "device": 64 * MiB, "host": GiB})
     terms = replace(terms_of(Config(device="cpu"), machine), bounded=True)
     sgd = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True)
-    return trace(Stack(), (torch.randn(BATCH, WIDTH),), terms, sgd, 1).step
+    return trace(Stack(), (torch.randn(batch, WIDTH),), terms, sgd, 1).step
 
 
-def kinds_of_plans() -> list[StepTrace]:
+@functools.cache
+def most_live(batch: int) -> int:
+    """The least room for what graphs hold."""
+    return step_footprint._held(recorded(batch), frozenset())[0]
+
+
+FEW = 16
+"""A batch whose activations are small beside gradients, of which not all find room."""
+
+
+@pytest.mark.parametrize("batch", [FEW, BATCH])
+def test_gradients_that_stay_are_no_more_than_may_be_held(batch):
+    for step in kinds_of_plans(batch):
+        for beside in range(most_live(batch), most_live(batch) + 4 * NBYTES, NBYTES // 4):
+            stays = sum(step.facts[ref].nbytes for ref in staying(step, beside))
+            assert stays <= most_held(step, beside)
+
+
+def test_the_last_gradient_is_made_beside_what_it_is_made_of():
+    """There is room for three gradients, and not for what the last one is made of beside them."""
+    small = LAYERS * WIDTH * 4  # of biases
+    assert most_live(FEW) < 3 * NBYTES + small
+    assert most_held(recorded(FEW), 3 * NBYTES + small) == 2 * NBYTES + small
+    assert most_held(recorded(FEW), 4 * NBYTES) == 3 * NBYTES + small
+
+
+def test_gradients_are_held_whole_or_not_at_all():
+    assert step_footprint._most_that_fit([LARGE, LARGE, LARGE], 5 * LARGE // 2) == 2 * LARGE
+    assert step_footprint._most_that_fit([LARGE, 3 * LARGE], 2 * LARGE) == LARGE
+    assert step_footprint._most_that_fit([LARGE, 7], LARGE - 1) == 7
+    assert step_footprint._most_that_fit([LARGE, LARGE], -1) == 0
+
+
+def kinds_of_plans(batch: int = BATCH) -> list[StepTrace]:
     """The step as it was recorded, with all updates late, and with one."""
-    step = recorded()
+    step = recorded(batch)
     every = with_late_step(step, CHUNK)
     one = with_late_step(step, CHUNK, list(every.forwards)[:1])
     return [step, every.step, one.step]
@@ -126,10 +161,14 @@ def costs_at(scale: float, asynchronous: bool) -> Costs:
     return Costs(replace(MACHINE, links=slower), TransferModes(asynchronous=asynchronous))
 
 
-def room_of(device: int, host: int, costs: Costs, reach: bool) -> Room:
+BESIDE = 1 * MiB
+"""Of the device, for what graphs hold: gradients of all layers, beside nothing else."""
+
+
+def room_of(device: int, host: int, costs: Costs, reach: bool, held_bytes: int = BESIDE) -> Room:
     nbytes = {"device": device, "host": host, "disk": GiB}
     ring = costs.ways.ring_bytes
-    return Room(nbytes, reach=reach, straight=reach, ring_bytes=ring, held_bytes=MiB)
+    return Room(nbytes, reach=reach, straight=reach, ring_bytes=ring, held_bytes=held_bytes)
 
 
 def homes_by(choose, step: StepTrace, device: int, host: int) -> dict[EntryRef, str] | None:
@@ -156,9 +195,9 @@ def walked(step: StepTrace, homes, costs: Costs, device: int, reach: bool) -> fl
     return min(step_seconds(made, costs, homes), simulate(made, costs, homes).step_s)
 
 
-def least(costs: Costs, room: Room) -> tuple[float, float]:
-    late = with_all_late(recorded(), CHUNK)
-    demand = demand_in_pieces(late, costs.region_seconds, costs.machine)
+def least(costs: Costs, room: Room, batch: int = BATCH) -> tuple[float, float]:
+    late = with_all_late(recorded(batch), CHUNK)
+    demand = demand_in_pieces(late, costs.region_seconds, costs.machine, room.held_bytes)
     assert demand.pieces is not None
     found = (bound(of, costs.machine.links, room) for of in (demand, replace(demand, pieces=None)))
     inside, whole = (of.seconds for of in found)
@@ -173,13 +212,17 @@ def test_no_plan_with_any_homes_is_below_the_bound(seed):
         asynchronous, reach = draw.random() < 0.5, draw.random() < 0.3
         costs = costs_at(draw.choice([0.02, 0.05, 0.1, 0.5]), asynchronous)
         device, host = draw.choice([2, 3, 5]) * NBYTES + 64 * KiB, draw.choice([2, 4, 8]) * NBYTES
-        inside, whole = least(costs, room_of(device, host, costs, reach))
+        batch = draw.choice([FEW, BATCH])
+        beside = most_live(batch) + draw.choice([0, 1, 2, 3]) * NBYTES // 2
+        inside, whole = least(costs, room_of(device, host, costs, reach, beside), batch)
         assert inside >= whole
         weights = [draw.random() for _ in range(3)]
-        for step in kinds_of_plans():
+        for step in kinds_of_plans(batch):
             homes = homes_by(lambda of=weights: draw.choices(TIERS, of)[0], step, device, host)
             if homes is None:
                 continue
+            if draw.random() < 0.7:
+                homes |= dict.fromkeys(staying(step, beside), HELD)
             taken = walked(step, homes, costs, device, reach)
             if taken is not None:
                 tried += 1

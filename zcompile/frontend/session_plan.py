@@ -210,7 +210,8 @@ def may_update_on_host(session: Session) -> bool:
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
     late = with_all_late(step, session.device.chunk_bytes, session.device.late_chunk_bytes)
-    return demand_in_pieces(late, costs.region_seconds, costs.machine)
+    held_bytes = session.split.held_bytes
+    return demand_in_pieces(late, costs.region_seconds, costs.machine, held_bytes)
 
 
 def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:

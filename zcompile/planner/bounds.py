@@ -103,6 +103,8 @@ class Demand:
     together   (segments, seconds): these last at least so long together, for what may be computed
                in any of them
     pieces     the same step with its segments cut (`planner/pieces.py`); None: it is not cut
+    held_bytes  most bytes of gradients that are held when backward ends, which are whole
+               (`memory/step_footprint.py::most_held`); None: as many as there is room for
     """
 
     groups: tuple[int, ...]
@@ -111,6 +113,7 @@ class Demand:
     ways: tuple[Link, ...] = ()
     together: tuple[tuple[tuple[int, ...], float], ...] = ()
     pieces: "Demand | None" = None
+    held_bytes: int | None = None
 
     @property
     def phases_s(self) -> Mapping[Phase, float]:
@@ -546,7 +549,9 @@ def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
         late = demand.gradients if held_here else ()
         for k in late:
             program.column(("g", k, b), highest=demand.groups[k] / unit)
-        program.at_most(held, *((("g", k, b), 1.0) for k in late))
+        ended = demand.segments[b].phase is not Phase.BACKWARD and demand.held_bytes is not None
+        most = min(held, (demand.held_bytes or 0) / unit) if ended else held
+        program.at_most(most, *((("g", k, b), 1.0) for k in late))
         needs = demand.segments[b].needs
         if sum(needs) <= room.nbytes.get("device", 0):  # else there is no plan to be bounded
             for k, nbytes in enumerate(needs):

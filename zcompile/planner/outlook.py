@@ -197,7 +197,9 @@ def evaluated(
             raise ConfigInvalid(name, value, why)
     if several and terms.stage != 3:
         ways.append(with_wholes(step, {row.ref for row in gathered_in(step)}))
-    demands = [demand_in_pieces(way, costs.region_seconds, terms.machine) for way in ways]
+    demands = [
+        demand_in_pieces(way, costs.region_seconds, terms.machine, room.held_bytes) for way in ways
+    ]
     found = [(demand, room) for demand in demands]
     on_host = terms.updates_on_host and not several
     if on_host:

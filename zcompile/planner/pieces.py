@@ -34,6 +34,7 @@ from zcompile.ir.effects import NEW, Effects, Register, Ticket
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryRef, Phase
 from zcompile.machine.model import Machine
+from zcompile.memory.step_footprint import most_held
 from zcompile.planner.bounds import (
     MOST_SEGMENTS,
     Demand,
@@ -54,15 +55,24 @@ that tells."""
 
 
 def demand_in_pieces(
-    step: StepTrace, region_seconds: Callable[..., float], machine: Machine | None = None
+    step: StepTrace,
+    region_seconds: Callable[..., float],
+    machine: Machine | None = None,
+    held_bytes: int | None = None,
 ) -> Demand:
     """`demand_of` a step with all updates late that may be, so that it bounds plans in which others
-    are late as well; and the same in pieces, where it can be cut."""
+    are late as well; and the same in pieces, where it can be cut.
+
+    held_bytes  most that is live outside the arena; None: it is not known
+    """
     demand = demand_of(step, region_seconds, together=True, machine=machine)
     every = (x for call in step.calls for x in call.schedule.effects)
     if operands_of_host_updates(step) or any(x.is_collective for x in every):
         return demand
-    return replace(demand, pieces=_in_pieces(step, region_seconds))
+    most = None if held_bytes is None else most_held(step, held_bytes)
+    cut = _in_pieces(step, region_seconds)
+    pieces = None if cut is None else replace(cut, held_bytes=most)
+    return replace(demand, pieces=pieces, held_bytes=most)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from zcompile.planner.host_step import (
 from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, with_copies
 from zcompile.planner.outlook import Shadow, shadow_prices
+from zcompile.planner.pieces import demand_in_pieces
 from zcompile.planner.placement import Room
 from zcompile.planner.simulator import predicted, step_seconds
 from zcompile.planner.step_plan import (
@@ -209,7 +210,8 @@ def may_update_on_host(session: Session) -> bool:
 def demand_here(session: Session, step: StepTrace, costs: Costs) -> Demand:
     """What bounds any plan of a step here: with late updates, if there may be any."""
     late = with_all_late(step, session.device.chunk_bytes, session.device.late_chunk_bytes)
-    return demand_of(late, costs.region_seconds, together=True, machine=costs.machine)
+    held_bytes = session.split.held_bytes
+    return demand_in_pieces(late, costs.region_seconds, costs.machine, held_bytes)
 
 
 def ways_to_read(session: Session, base: StepTrace) -> list[StepTrace]:

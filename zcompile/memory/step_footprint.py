@@ -26,7 +26,7 @@ from types import MappingProxyType
 from zcompile.ir.effects import Effects, HomeAccess, Instruction
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
-from zcompile.ir.types import EntryRef, LiveBytes, Phase
+from zcompile.ir.types import SMALL_BYTES, EntryRef, LiveBytes, Phase
 
 
 def most_inherited(schedule: Schedule) -> int:
@@ -243,6 +243,60 @@ def can_stay(
 def staying_bytes(step: StepTrace, gradients: frozenset[EntryRef]) -> int:
     """Bytes of these gradients."""
     return sum(step.facts[ref].nbytes for ref in gradients)
+
+
+def most_held(step: StepTrace, room_bytes: int) -> int | None:
+    """Upper bound, in bytes, on the gradients that are live when backward ends, if no more than
+    `room_bytes` are live outside the arena at any time; None, if none is known.
+
+    While a region goes on, what it makes and what is there beside leaves the rest of the room to
+    gradients that were made before, each of which is live as a whole until it has left. Those of
+    them for which there was room, and all that are made later, are live in the end at most.
+
+        room 11, gradients of 4; the last is made beside 2    of two before it 1 fits in 11 - 4 - 2
+    """
+    phases = [phase for phase, _ in groupby(call.phase for call in step.calls)]
+    backwards = [call.schedule for call in step.calls if call.phase is Phase.BACKWARD]
+    if phases.count(Phase.BACKWARD) != 1 or any(made.level_order for made in backwards):
+        return None
+    room = max(room_bytes, _held(step, frozenset())[0])
+    made, rows = list[int](), list[tuple[int, int]]()
+    """Bytes of gradients so far; (how many were made before a region, what is live beside them)."""
+    for schedule in backwards:
+        flying = 0
+        for index, x in enumerate(schedule.effects):
+            level = schedule.level_at.get(index)
+            if level is None:
+                continue
+            if x.is_gradient:
+                made.append(x.nbytes)
+                flying = level.departing or schedule.departing_bytes
+            elif x.region is not None:
+                rows.append((len(made), max(0, level.peak - flying)))
+    least = sum(made)
+    loose = ((min(sum(made[:n]), room - beside) + sum(made[n:]), n, beside) for n, beside in rows)
+    for _, count, beside in sorted(loose)[:MOST_REGIONS]:
+        before = _most_that_fit(made[:count], room - beside)
+        least = min(least, before + sum(made[count:]))
+    return least
+
+
+MOST_REGIONS, MOST_SUMS = 4, 512
+"""Regions that are looked at, those first that leave least room; and sums of sizes that are told
+apart, of which there are few where layers are alike."""
+
+
+def _most_that_fit(sizes: Sequence[int], room: int) -> int:
+    """The largest sum of some of these sizes within `room`, or a little more: small ones are not
+    told apart, and where there are too many sums, nothing is."""
+    small = sum(nbytes for nbytes in sizes if nbytes <= SMALL_BYTES)
+    sums = {0}
+    for nbytes in sizes:
+        if nbytes > SMALL_BYTES:
+            sums |= {total + nbytes for total in sums if total + nbytes <= room}
+            if len(sums) > MOST_SUMS:
+                return min(sum(sizes), max(0, room))
+    return min(sum(sizes), max(0, room), max(sums) + small)
 
 
 def _candidates(step: StepTrace) -> Iterator[EntryRef]:

@@ -29,6 +29,9 @@ Late updates (`ir/late_updates.py`) are of the forward's segment, and what is le
 them (`demand_of`, together). That bounds plans in which only some of them are late as well: a step
 and the forward behind it last at least as long together as one segment that does the work of both.
 
+Where links bind, forwards and backwards are cut between regions, and the same program gives more
+(`planner/pieces.py`): what comes last does not come beside the compute behind it.
+
 Both hold for plans that choose anew in each segment what stays, which is more than `place_states`
 does, and in which nothing rests beside C but those gradients: what an optimizer's step streams
 through there is empty whenever a segment begins or ends.
@@ -68,6 +71,9 @@ class Segment:
     late    whether it is of a forward that computes late updates
     crosses the most bytes that come to any rank, by the link between ranks: what the graph gathers
             and exchanges, but for what is kept whole on every rank
+    needs   of a piece (`planner/pieces.py`), that are on the device when it begins; empty: none
+    since   of a piece, in how many pieces before it what it reads and writes may be so as well;
+            empty: in none
     """
 
     phase: Phase
@@ -77,6 +83,8 @@ class Segment:
     lives: tuple[bool, ...]
     late: bool = False
     crosses: tuple[tuple[str, int], ...] = ()
+    needs: tuple[int, ...] = ()
+    since: tuple[int, ...] = ()
 
     @property
     def updates(self) -> bool:
@@ -94,6 +102,9 @@ class Demand:
     ways       the links between ranks that anything passes; none: there is one rank
     together   (segments, seconds): these last at least so long together, for what may be computed
                in any of them
+    pieces     the same step with its segments cut (`planner/pieces.py`); None: it is not cut
+    held_bytes  most bytes of gradients that are held when backward ends, which are whole
+               (`memory/step_footprint.py::most_held`); None: as many as there is room for
     """
 
     groups: tuple[int, ...]
@@ -101,6 +112,8 @@ class Demand:
     gradients: frozenset[int] = frozenset()
     ways: tuple[Link, ...] = ()
     together: tuple[tuple[tuple[int, ...], float], ...] = ()
+    pieces: "Demand | None" = None
+    held_bytes: int | None = None
 
     @property
     def phases_s(self) -> Mapping[Phase, float]:
@@ -136,7 +149,7 @@ def demand_of(
     wide = crossing_wide(step)
     ways = () if machine is None else ways_between_ranks(machine)
     phases, seconds, late, found, crosses = [], [], [], [], []
-    for phase, calls in _segmented(step, together):
+    for phase, calls in segmented(step, together):
         reads: _Distinct = _Ranges()
         writes: _Distinct = _Ranges()
         compute_s, updates = 0.0, False
@@ -181,8 +194,8 @@ def _crossing(
     return tuple(found.items())
 
 
-def _segmented(step: StepTrace, together: bool) -> list[tuple[Phase, list[StepCall]]]:
-    """The calls of each segment, and its phase."""
+def segmented(step: StepTrace, together: bool) -> list[tuple[Phase, list[StepCall]]]:
+    """The calls of each segment, and its phase; `together` as of `demand_of`."""
     found = [(p, list(calls)) for p, calls in groupby(step.calls, key=lambda call: call.phase)]
     late = any(call.schedule.updates_late for call in step.calls)
     if together and late and len(found) > 1 and found[-1][0] is Phase.STEP:
@@ -206,7 +219,7 @@ def _alike(
         uses = [
             _Use(use.read, use.written if lives else 0, lives)
             for n, use in enumerate(plain)
-            for lives in [_lives(phases, plain, n, is_gradient)]
+            for lives in [outlives(phases, plain, n, is_gradient)]
         ]
         kind = is_gradient, *((use.read / most, use.written / most, use.lives) for use in uses)
         size, _, sums = groups.get(kind, (0, is_gradient, [_Use(0, 0)] * len(uses)))
@@ -221,16 +234,20 @@ def _alike(
     return list(groups.values())
 
 
-def _lives(phases: Sequence[Phase], uses: Sequence[_Use], n: int, is_gradient: bool) -> bool:
+def outlives(
+    phases: Sequence[Phase], uses: Sequence[tuple[int, ...]], n: int, is_gradient: bool
+) -> bool:
     """Whether an object is read after segment n before it is overwritten.
+
+    uses  of each segment: bytes that it reads of it, and writes
 
     A gradient is added to by each backward pass, and is over with the step, or the forward with a
     late update, that reads it.
     """
     if is_gradient:
-        return phases[n] is not Phase.STEP and not uses[n].read
+        return phases[n] is not Phase.STEP and not uses[n][0]
     later = [uses[(n + i) % len(uses)] for i in range(1, len(uses) + 1)]
-    return next((bool(use.read) for use in later if use.read or use.written), False)
+    return next((bool(use[0]) for use in later if use[0] or use[1]), False)
 
 
 K = TypeVar("K")
@@ -265,13 +282,14 @@ class _Ranges(Generic[K]):
 
     def sizes(self) -> dict[K, int]:
         """Distinct bytes of each object."""
-        return {key: _union(ranges) for key, ranges in self._of.items()}
+        return {key: distinct_bytes(ranges) for key, ranges in self._of.items()}
 
     def items(self) -> Iterator[tuple[K, int, int]]:
         return ((key, a, b) for key, ranges in self._of.items() for a, b in ranges)
 
 
-def _union(ranges: Sequence[tuple[int, int]]) -> int:
+def distinct_bytes(ranges: Sequence[tuple[int, int]]) -> int:
+    """Bytes that are in any of the ranges."""
     total = reached = 0
     for begin, end in sorted(ranges):
         total += max(0, end - max(begin, reached))
@@ -346,6 +364,11 @@ SLACK = 1e-6
 traffic is minimised. Ten times the difference that the solver takes for equal."""
 
 
+LINKS_BIND = 1.001
+"""Pieces are looked at where the bound of whole segments is so many times their compute: of a step
+that compute alone bounds, cuts tell nothing."""
+
+
 BESIDE = {"h2d": "disk_read", "d2h": "disk_write"}
 """Link -> the other way between device and far tiers, where disk and device exchange bytes
 themselves."""
@@ -408,7 +431,8 @@ def least_seconds(
                 sum over k of g <= what is held
 
     For every segment s, between the borders b and b', which reads R[k] and writes W[k] distinct
-    bytes:
+    bytes (of a piece, which may do so in some before it as well, the first and third row are of
+    all these together, in the others W[k] is what it may write, and h[k,b] >= what it needs there):
 
         in[k]    >= R[k] - h[k,b] - g[k,b]         what is not there must come
         in[k]    >= h[k,b'] - h[k,b] - g[k,b] - W[k]
@@ -434,15 +458,11 @@ def least_seconds(
     """
     if len(demand.segments) > MOST_SEGMENTS or not demand.groups:
         return None
-    program, unit_s = LinearProgram(), _most_seconds(demand, links)
-    _hold(program, demand, room)
+    unit_s = _most_seconds(demand, links)
+    program, times, lanes = _program(demand, links, room, unit_s)
     if one_place:
         for kind, k, b in product("hq", range(len(demand.groups)), range(1, len(demand.segments))):
             program.exactly(0.0, ((kind, k, b), 1.0), ((kind, k, 0), -1.0))
-    lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
-    for several, seconds in demand.together:
-        program.at_most(-seconds / unit_s, *((("T", n), -1.0) for n in several))
-    times = [(("T", n), 1.0) for n in range(len(demand.segments))]
     found = _solved(program, times)
     least = sum(found[column] for column, _ in times)
     program.at_most(least + SLACK, *times)
@@ -459,6 +479,33 @@ def least_seconds(
         for segment, of in zip(demand.segments, lanes, strict=True)
     )
     return LeastSeconds(unit_s * least, busy)
+
+
+def _seconds_in_pieces(
+    demand: Demand, links: Mapping[str, Link], room: Room
+) -> dict[Phase, float] | None:
+    """The least seconds of a step that is cut, phase by phase, by the same program; None for more
+    pieces than are worth it."""
+    if len(demand.segments) > MOST_SEGMENTS or not demand.groups:
+        return None
+    unit_s = _most_seconds(demand, links)
+    program, times, _ = _program(demand, links, room, unit_s)
+    found, phases = _solved(program, times), dict[Phase, float]()
+    for segment, (column, _) in zip(demand.segments, times, strict=True):
+        phases[segment.phase] = phases.get(segment.phase, 0.0) + unit_s * found[column]
+    return phases
+
+
+def _program(
+    demand: Demand, links: Mapping[str, Link], room: Room, unit_s: float
+) -> tuple[LinearProgram, list[Term], list[dict[str, list[Term]]]]:
+    """The program of `least_seconds`, the sum that it is about, and the lanes of each segment."""
+    program = LinearProgram()
+    _hold(program, demand, room)
+    lanes = [_segment(program, demand, n, links, room, unit_s) for n in range(len(demand.segments))]
+    for several, seconds in demand.together:
+        program.at_most(-seconds / unit_s, *((("T", n), -1.0) for n in several))
+    return program, [(("T", n), 1.0) for n in range(len(demand.segments))], lanes
 
 
 def _solved(program: LinearProgram, costs: Sequence[Term]) -> Mapping[Column, float]:
@@ -502,7 +549,14 @@ def _hold(program: LinearProgram, demand: Demand, room: Room) -> None:
         late = demand.gradients if held_here else ()
         for k in late:
             program.column(("g", k, b), highest=demand.groups[k] / unit)
-        program.at_most(held, *((("g", k, b), 1.0) for k in late))
+        ended = demand.segments[b].phase is not Phase.BACKWARD and demand.held_bytes is not None
+        most = min(held, (demand.held_bytes or 0) / unit) if ended else held
+        program.at_most(most, *((("g", k, b), 1.0) for k in late))
+        needs = demand.segments[b].needs
+        if sum(needs) <= room.nbytes.get("device", 0):  # else there is no plan to be bounded
+            for k, nbytes in enumerate(needs):
+                if nbytes:
+                    program.at_most(-nbytes / unit, (("h", k, b), -1.0))
         every = range(len(demand.groups))
         program.at_most(device, *((("h", k, b), 1.0) for k in every))
         program.at_most(near, *((("q", k, b), 1.0) for k in every))
@@ -531,35 +585,50 @@ def _segment(
         seconds = unit / links[link].bytes_per_s / unit_s
         for k in range(len(demand.groups)):
             moved = program.column((link, k, n))
-            ways = [(moved, -1.0)]
-            if room.straight and BESIDE.get(link) in counted:
-                ways.append(((BESIDE[link], k, n), -1.0))
-            read, written = segment.reads[k] / unit, segment.writes[k] / unit
-            if link == "disk_read":
-                ways += [(("r", k, n), -1.0), (("r", k, after), 1.0)]
-            elif link == "disk_write":
-                ways += [(("w", k, n), 1.0), (("w", k, after), -1.0)]
-            program.at_most(0.0, *ways)
-            beside = [
-                (at, sign)
-                for at, sign in ((("g", k, n), 1.0), (("g", k, after), -1.0))
-                if at in program
-            ]
-            if link in ("h2d", "disk_read"):
-                begin, end = (held, k, n), (held, k, after)
-                found = [(begin, -1.0), *((at, -1.0) for at, sign in beside if sign > 0)]
-                program.at_most(-read, *ways, *found)
-                program.at_most(written, *ways, *found, (end, 1.0))
-            else:
-                still = [((new, k, after), -1.0), *(term for term in beside if term[1] < 0)]
-                program.at_most(-written, *ways, *still)
-                if segment.lives[k]:
-                    there = [((new, k, n), 1.0), *(term for term in beside if term[1] > 0)]
-                    program.at_most(written, *ways, *there, *still)
             lanes.setdefault(links[link].lane, []).append((moved, seconds))
+            begun = n - (segment.since[k] if segment.since else 0)
+            now, whole = (_ways(demand, link, k, m, n, room, counted) for m in (n, begun))
+            program.at_most(0.0, *now)
+            read, written = segment.reads[k] / unit, segment.writes[k] / unit
+            anew = _written_by(demand, k, n) / unit
+            end = [(at, -1.0) for at in [("g", k, after)] if at in program]
+            if link in ("h2d", "disk_read"):
+                there = [(held, k, begun), ("g", k, begun)], [(held, k, n), ("g", k, n)]
+                then, here = ([(at, -1.0) for at in row if at in program] for row in there)
+                program.at_most(-read, *whole, *then)
+                program.at_most(anew, *now, *here, ((held, k, after), 1.0))
+            else:
+                still = [((new, k, after), -1.0), *end]
+                program.at_most(-written, *whole, *still)
+                if segment.lives[k]:
+                    here = [(at, 1.0) for at in [(new, k, n), ("g", k, n)] if at in program]
+                    program.at_most(anew, *now, *here, *still)
     for terms in lanes.values():
         program.at_most(0.0, *terms, (("T", n), -1.0))
     return lanes
+
+
+def _ways(
+    demand: Demand, link: str, k: int, first: int, last: int, room: Room, counted: Container[str]
+) -> list[Term]:
+    """The negative of what bytes of group k move by a link, from segment `first` to `last`: those
+    that leave or reach the ring there are on its other side before or after."""
+    after = (last + 1) % len(demand.segments)
+    ways: list[Term] = [((link, k, m), -1.0) for m in range(first, last + 1)]
+    if room.straight and (beside := BESIDE.get(link)) in counted:
+        ways += [((beside, k, m), -1.0) for m in range(first, last + 1)]
+    if link == "disk_read":
+        ways += [(("r", k, first), -1.0), (("r", k, after), 1.0)]
+    elif link == "disk_write":
+        ways += [(("w", k, first), 1.0), (("w", k, after), -1.0)]
+    return ways
+
+
+def _written_by(demand: Demand, k: int, n: int) -> int:
+    """The most bytes of group k that segment n writes, or may write in the place of a later one."""
+    segments = demand.segments
+    pieces = (m for m in range(n, len(segments)) if not (m > n and not segments[m].since))
+    return max(segments[m].writes[k] for m in pieces if m == n or segments[m].since[k] >= m - n)
 
 
 @dataclass(frozen=True)
@@ -632,6 +701,10 @@ def bound(demand: Demand, links: Mapping[str, Link], room: Room) -> Bound:
     seconds = sum(row.least_s for row in plain) + _lacking(plain, demand)
     if sharper is not None:  # less only where the solver takes tenths of a microsecond for nothing
         seconds = max(seconds, sharper.seconds)
+    if demand.pieces is not None and seconds > sum(demand.phases_s.values()) * LINKS_BIND:
+        pieces = _seconds_in_pieces(demand.pieces, links, room)
+        if pieces is not None and sum(pieces.values()) > seconds:
+            seconds, phases = sum(pieces.values()), pieces
     return Bound(seconds, nbytes, binding, rows, phases)
 
 

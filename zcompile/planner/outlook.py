@@ -25,6 +25,7 @@ from zcompile.planner.floor import Floor, floor
 from zcompile.planner.host_step import demand_on_host, floor_on_host, reaching
 from zcompile.planner.late_step import with_all_late
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
+from zcompile.planner.pieces import demand_in_pieces
 from zcompile.planner.placement import Room, group, lane_seconds, place
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
@@ -197,7 +198,7 @@ def evaluated(
     if several and terms.stage != 3:
         ways.append(with_wholes(step, {row.ref for row in gathered_in(step)}))
     demands = [
-        demand_of(way, costs.region_seconds, together=True, machine=terms.machine) for way in ways
+        demand_in_pieces(way, costs.region_seconds, terms.machine, room.held_bytes) for way in ways
     ]
     found = [(demand, room) for demand in demands]
     on_host = terms.updates_on_host and not several

@@ -19,6 +19,7 @@ from planned_runs import THROTTLE, adamw, begun, gpt, ids, loss_of, same, train,
 from torch import nn
 
 import zcompile
+from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.schedule import Borrow, Cast, EntryIndex, Reduce, Register, Schedule
@@ -978,9 +979,9 @@ def test_states_are_called_by_who_has_them(planned):
     assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
     state = optimizer.state[a]["exp_avg"]
     mark = CHANGES.mark
-    state.serve_as_state(a._name_in_store(), "exp_avg")
+    state.entry.become_state("norm.weight.exp_avg")
     assert CHANGES.mark is mark
-    state.serve_as_state(a._name_in_store(), "first")
+    state.entry.become_state("norm.weight.first")
     assert state.entry.name == "norm.weight.first"
     assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
     optimizer.state[a]["exp_avg"].entry.rename("another")
@@ -1102,7 +1103,7 @@ def test_a_gradient_that_a_state_shows_becomes_a_state():
     planned = planned_anew()
     (model, _, optimizer), _ = planned
     same_after_each(planned, (usual,) * 4)
-    assert optimizer.state[model.norm.weight]["exp_avg"]._serves[0] is CHANGES.mark
+    assert optimizer_hooks._NAMED[optimizer].mark is CHANGES.mark
     same_after_each(planned, (a_gradient_for_a_state,))
     zcompile.close(model)
 

@@ -141,13 +141,24 @@ class Norms:
 
     def kept(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
         """As `of`, of which the caller makes a copy of its own."""
-        if entry.version == (len(entry.tiles) or 1):
-            # Written once; a gradient that is summed up has other values by now.
-            self._asked[measure] = None
-        version, lies, value = entry.norms.get(measure, NOT_MEASURED)
-        if version != entry.version or (lies is not layout and lies != layout):
-            return None
-        return value
+        found = self.kept_of_each([entry], [layout], measure)
+        return None if found is None else found[0]
+
+    def kept_of_each(
+        self, entries: Sequence[Entry], layouts: Sequence[Layout], measure: Measure
+    ) -> list[Any] | None:
+        """As `kept` of each of these; None, if one of them was not measured, or written since."""
+        found = []
+        for entry, layout in zip(entries, layouts, strict=True):
+            version, lies, value = entry.norms.get(measure, NOT_MEASURED)
+            at = entry.version
+            if at == 1 or at == len(entry.tiles):
+                # Written once; a gradient that is summed up has other values by now.
+                self._asked[measure] = None
+            if version != at or (lies is not layout and lies != layout):
+                return None
+            found.append(value)
+        return found
 
     def step_ended(self) -> None:
         """The next step measures what this one asked for."""

@@ -198,14 +198,17 @@ def _name_states(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -
     every_state = _states_of(optimizer, tiered)
     if _are_as_before(optimizer, tiered, every_state):
         return
+    keys, values, at_home = list[str](), list[Any](), True
     for param, states in zip(tiered, every_state, strict=True):
         title = param._name_in_store()
         for key, value in states.items():
             if isinstance(value, TieredTensor):
                 value.entry.become_state(f"{title}.{key}")
-    keys = [key for states in every_state for key in states]
-    values = [value for states in every_state for value in states.values()]
-    if all(isinstance(value, Tensor) for value in values):
+            keys.append(key)
+            values.append(value)
+            # What is no tensor may have the place of one next time.
+            at_home &= isinstance(value, Tensor) and not _is_foreign_state(value, param)
+    if at_home:
         known = [param._known for param in tiered]
         _NAMED[optimizer] = _Named(CHANGES.mark, known, keys, Same(values))
 

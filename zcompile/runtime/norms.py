@@ -152,7 +152,7 @@ class Norms:
         for entry, layout in zip(entries, layouts, strict=True):
             version, lies, value = entry.norms.get(measure, NOT_MEASURED)
             at = entry.version
-            if at == 1 or at == len(entry.tiles):
+            if at == (len(entry.tiles) or 1):
                 # Written once; a gradient that is summed up has other values by now.
                 self._asked[measure] = None
             if version != at or (lies is not layout and lies != layout):

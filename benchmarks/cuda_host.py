@@ -13,11 +13,13 @@ Then what instructions of a model that streams take the thread that walks, by ki
 fetch with its slot, a wait for it with the tensor that it gives, the end of the slot, and what goes
 home of the optimizer's step.
 
-Then, for each parameter of a model that rests on the device whole, clipping by the norm of all
-gradients and a step of a fused AdamW, beside those of plain torch; parameters have 256 elements, so
-that little of it is arithmetic. And of a model that streams: parameters of 4096 elements, of which
-most come from the host; clipping waits for the step there, and the step brings four operands of
-each parameter and sends three home.
+Then, for each parameter of a model that rests on the device whole, a backward, clipping by the norm
+of all gradients and a step of a fused AdamW, beside those of plain torch; parameters have 256
+elements, so that little of it is arithmetic. *ops that do nothing*: the same tensors and optimizer,
+but nothing comes of an op on tiered tensors but norms made before: what torch itself takes beside
+its kernels, and no change of ours can spare. And of a model that streams: parameters of 4096
+elements, of which most come from the host; clipping waits for the step there, and the step brings
+four operands of each parameter and sends three home.
 
 Last, how many calls clipping and a step of a fused AdamW make for 40 weights whose gradients rest
 narrow, as under autocast they do: each is at least one launch on a card.
@@ -39,11 +41,13 @@ from torch.profiler import ProfilerActivity
 
 import zcompile
 from zcompile.config import Config
+from zcompile.frontend import optimizer_hooks
 from zcompile.ir.types import EntryKind
 from zcompile.runtime import executor
 from zcompile.runtime import open as opening
 from zcompile.runtime.device import cuda
 from zcompile.runtime.device.cuda import CudaDevice
+from zcompile.runtime.eager.tensor import TieredTensor
 from zcompile.runtime.store.store import Store
 from zcompile.runtime.transfer.interrupts import deferred_interrupts
 from zcompile.runtime.transfer.ticket import Ticket
@@ -224,10 +228,32 @@ WARM = 8
 """Steps until everything rests where it is planned to, and norms are taken on the way."""
 
 
-def updates(device_memory: str | None, rounds: int, width: int = 16) -> tuple[float, float]:
-    """Microseconds of CPU of this thread for each parameter: of clipping, and of a step.
+def _ops_that_do_nothing(norms: Sequence[torch.Tensor]) -> contextlib.ExitStack:
+    """A context in which an op on tiered tensors does nothing, but for norms of a list: those are
+    made of `norms`. Nor does anything of ours happen before a step, and after it."""
+
+    def dispatch(cls: type, func: Any, *given: Any, **more: Any) -> Any:
+        wanted = func is torch.ops.aten._foreach_norm.Scalar
+        return [*torch.stack([*norms]).unbind()] if wanted else None
+
+    done = contextlib.ExitStack()
+    for owner, name, instead in (
+        (TieredTensor, "__torch_dispatch__", classmethod(dispatch)),
+        (optimizer_hooks, "_begin", lambda *given: None),
+        (optimizer_hooks, "_end", lambda *given: None),
+    ):
+        done.enter_context(mock.patch.object(owner, name, instead))
+    return done
+
+
+def updates(
+    device_memory: str | None, rounds: int, width: int = 16, idle: bool = False
+) -> tuple[float, float, float]:
+    """Microseconds of CPU of this thread for each parameter: of a backward, of clipping, and of a
+    step.
 
     device_memory  None: of plain torch
+    idle           ops of the last two do nothing
     """
     with (
         mock.patch.object(cuda, "_CUDA", _without_cuda()),
@@ -245,20 +271,26 @@ def updates(device_memory: str | None, rounds: int, width: int = 16) -> tuple[fl
             )
             run = torch.compile(model, backend="zinf")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        found = []
-        for _ in range(WARM + rounds):
-            run(torch.ones(2, width)).sum().backward()
+        found, norms = [], [torch.ones(()) for _ in model.parameters()]
+        for number in range(WARM + rounds):
+            loss = run(torch.ones(2, width)).sum()
             begin = time.thread_time()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            clipped = time.thread_time()
-            optimizer.step()
-            found.append((clipped - begin, time.thread_time() - clipped))
+            loss.backward()
+            taken = [time.thread_time() - begin]
+            quiet = idle and number >= WARM
+            with _ops_that_do_nothing(norms) if quiet else contextlib.nullcontext():
+                begin = time.thread_time()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                clipped = time.thread_time()
+                optimizer.step()
+                taken += [clipped - begin, time.thread_time() - clipped]
+            found.append(taken)
             optimizer.zero_grad()
         if device_memory is not None:
             zcompile.close(model)
     count = len(list(model.parameters()))
-    clips, steps = zip(*found[WARM:], strict=True)
-    return min(clips) / count * 1e6, min(steps) / count * 1e6
+    backward, clip, step = (min(rows) / count * 1e6 for rows in zip(*found[WARM:], strict=True))
+    return backward, clip, step
 
 
 NARROW = "_foreach_copy_", "_to_copy", "_foreach_mul_", "_fused_adamw_"
@@ -291,28 +323,45 @@ def calls_with_narrow_gradients(weights: int = 40, width: int = 192) -> dict[str
     return {op: calls[op] for op in NARROW}
 
 
+ON_DEVICE = (
+    ("plain torch", None, 16, False),
+    ("ops that do nothing", "64MiB", 16, True),
+    ("all on the device", "64MiB", 16, False),
+)
+STREAMING = (("streaming", "1MiB", 64, False),)
+
+
+def tell_updates(rounds: int, rows: Sequence[tuple[str, str | None, int, bool]]) -> None:
+    """Print what a backward, clipping and a step take.
+
+    rows  what is told of, with the arguments of `updates`
+    """
+    for name, device_memory, width, idle in rows:
+        backward, clip, step = updates(device_memory, rounds, width, idle)
+        print(
+            f"{name:26} {backward:6.1f} us backward {clip:6.1f} us clipping {step:6.1f} us a step, "
+            "for each parameter",
+            flush=True,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--entries", type=int, default=400, help="transfers in a round")
     parser.add_argument("--rounds", type=int, default=6, help="of which the least is told")
+    parser.add_argument("--updates", action="store_true", help="only those, on the device")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if args.updates:
+        tell_updates(args.rounds, ON_DEVICE)
+        return
     for name, (mine, everyone) in measure(args.entries, args.rounds).items():
         print(f"{name:26} {mine:6.1f} us asking {everyone:6.1f} us all threads", flush=True)
     for kind, taken in walked(args.rounds).items():
         print(f"{f'a walk: {kind}':26} {taken:6.1f} us", flush=True)
-    for name, device_memory, width in (
-        ("plain torch", None, 16),
-        ("all on the device", "64MiB", 16),
-        ("streaming", "1MiB", 64),
-    ):
-        clip, step = updates(device_memory, args.rounds, width)
-        print(
-            f"{name:26} {clip:6.1f} us clipping {step:6.1f} us a step, for each parameter",
-            flush=True,
-        )
+    tell_updates(args.rounds, ON_DEVICE + STREAMING)
     calls = ", ".join(f"{op} {count}" for op, count in calls_with_narrow_gradients().items())
     print(f"{'narrow gradients':26} calls for 40 weights: {calls}", flush=True)
 

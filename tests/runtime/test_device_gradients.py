@@ -34,6 +34,11 @@ def call(request, open_store):
     return SimpleNamespace(near=near, entry=entry, came=came, store=store)
 
 
+def has_berth(call):
+    """Whether nobody occupies the address that is reserved for the gradient."""
+    return call.store.homes.device.has_reserved(call.entry.ref.gradient, call.entry.nbytes)
+
+
 def values():
     return torch.randn(SHAPE, dtype=torch.complex64, generator=torch.Generator().manual_seed(1))
 
@@ -58,6 +63,7 @@ def test_what_lies_as_its_parameter_is_the_gradient(call):
 def test_what_lies_otherwise_goes_another_way(call, other):
     """Its bytes are not those of the gradient: it is for `Gradients.receive`."""
     assert call.near.receive(call.entry, other(values())) is None
+    assert has_berth(call)
     call.near.end()
     assert call.came == []
 
@@ -68,3 +74,39 @@ def test_part_of_what_somebody_else_holds_does_not_stay(call):
     stays = call.near._may_stay != {}
     taken = call.near.receive(call.entry, wide[1])
     assert (taken is None) == stays
+
+
+@pytest.mark.parametrize("ends", [DeviceGradients.end, DeviceGradients.abandon])
+def test_a_gradient_that_does_not_come_leaves_its_berth(call, ends):
+    ends(call.near)
+    assert has_berth(call)
+    assert not call.came
+
+
+def test_a_gradient_of_a_call_that_broke_off_leaves_its_berth(call):
+    call.near.receive(call.entry, values())
+    call.near.abandon()
+    assert has_berth(call)
+    assert not call.came
+
+
+def test_gradients_that_cannot_become_entries_leave_their_berths(call, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    call.near.receive(call.entry, values())
+    monkeypatch.setattr(call.store, "create_at", fails)
+    with pytest.raises(MemoryError):
+        call.near.end()
+    assert has_berth(call)
+    assert call.store.homes.held.usage() == ("held", 0, 0)
+
+
+def test_a_gradient_occupies_its_berth_until_it_dies(call):
+    berth = not call.near._may_stay
+    call.near.receive(call.entry, values())
+    call.near.end()
+    assert has_berth(call) is not berth
+    call.store.handle(call.came.pop())  # which nobody keeps, and with which it dies
+    call.store.enter("")
+    assert has_berth(call)

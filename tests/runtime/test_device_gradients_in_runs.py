@@ -47,6 +47,27 @@ def backward(model, compiled, number=7):
     nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+def test_a_gradient_that_somebody_holds_keeps_its_value():
+    """Its address, and its entry, are its own as long as it lives: those of later steps lie
+    elsewhere."""
+    model, compiled, optimizer = begun(4, **ROOM)
+    backward(model, compiled)
+    held = [param.grad for param in model.parameters()]
+    assert {grad.entry.home for grad in held} == {"device"}
+    known = [grad.on_host() for grad in held]
+    for number in (8, 9):
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in model.parameters())
+        backward(model, compiled, number)
+        assert all(
+            torch.equal(grad.on_host(), as_it_was)
+            for grad, as_it_was in zip(held, known, strict=True)
+        )
+        now = [param.grad for param in model.parameters()]
+        assert not {grad.entry.key for grad in held} & {grad.entry.key for grad in now}
+        assert any(not torch.equal(a.on_host(), b) for a, b in zip(now, known, strict=True))
+
+
 @pytest.mark.slow
 def test_with_a_berth_for_each_none_comes_by_itself(came_one_by_one):
     model, compiled, optimizer = begun(4, **ROOM)

@@ -19,6 +19,7 @@ from planned_runs import THROTTLE, adamw, begun, gpt, ids, loss_of, same, train,
 from torch import nn
 
 import zcompile
+from zcompile.frontend import optimizer_hooks
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.schedule import Borrow, Cast, EntryIndex, Reduce, Register, Schedule
@@ -978,15 +979,45 @@ def test_states_are_called_by_who_has_them(planned):
     assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
     state = optimizer.state[a]["exp_avg"]
     mark = CHANGES.mark
-    state.serve_as_state(a._name_in_store(), "exp_avg")
+    state.entry.become_state("norm.weight.exp_avg")
     assert CHANGES.mark is mark
-    state.serve_as_state(a._name_in_store(), "first")
+    state.entry.become_state("norm.weight.first")
     assert state.entry.name == "norm.weight.first"
     assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
     optimizer.state[a]["exp_avg"].entry.rename("another")
     assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
     optimizer.state[a]["exp_avg"].entry.kind = EntryKind.RESULT
     assert names() == ["norm.weight.exp_avg", "norm.bias.exp_avg"]
+
+
+class Keeping(torch.optim.Optimizer):
+    """Keeps the sum of all gradients in a tensor that it makes itself, with nothing like a
+    parameter."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            total = self.state[param].setdefault("sum", torch.zeros(param.shape))
+            total.add_(param.grad)
+            param.sub_(total, alpha=0.1)
+
+
+def test_a_plain_state_that_a_step_makes_is_in_the_store_for_the_next():
+    plain, model = (nn.Linear(8, 8) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    zcompile.offload(model, device="cpu", device_memory="1MiB", host_memory="8MiB")
+    runs = [(net, Keeping(net.parameters())) for net in (plain, model)]
+    for number in range(3):
+        for net, optimizer in runs:
+            net(torch.full((2, 8), number + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [optimizer.state[param]["sum"] for param in net.parameters()]
+        assert {type(state) is TieredTensor for state in states} == {number > 0}
+        assert same(model, values(plain))
 
 
 def test_what_happens_between_steps_is_seen_by_the_next(planned):
@@ -1102,7 +1133,7 @@ def test_a_gradient_that_a_state_shows_becomes_a_state():
     planned = planned_anew()
     (model, _, optimizer), _ = planned
     same_after_each(planned, (usual,) * 4)
-    assert optimizer.state[model.norm.weight]["exp_avg"]._serves[0] is CHANGES.mark
+    assert optimizer_hooks._NAMED[optimizer].mark is CHANGES.mark
     same_after_each(planned, (a_gradient_for_a_state,))
     zcompile.close(model)
 

@@ -6,10 +6,10 @@ and a durable model commits. Optimizers without tiered parameters are not touche
 of a frozen model all the same, through which their own parameters were trained.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,8 +21,10 @@ from torch.optim.optimizer import (
 
 from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
+from zcompile.ir.ties import Same
 from zcompile.ir.torch_compat import resume_tracing, stop_tracing
 from zcompile.ir.types import EntryKind, Layout
+from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.closing import open_stores
 from zcompile.runtime.eager.fillings import write
 from zcompile.runtime.eager.tensor import TieredTensor
@@ -32,6 +34,26 @@ from zcompile.runtime.transfer.interrupts import deferred_interrupts, uninterrup
 _STOPPED: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()
 """Optimizers with tiered parameters, from the begin of a step to its end, and what
 `resume_tracing` takes."""
+_States = Collection[dict[str, Any]]
+"""The states of each of some parameters."""
+
+
+class _Named(NamedTuple):
+    """The states of an optimizer that have names.
+
+    mark    of `CHANGES`, when they got them
+    known   the entry of each parameter, weakly
+    keys    by which the optimizer knows the states, of one parameter after the other
+    states  tells whether tensors are those
+    """
+
+    mark: object
+    known: Sequence[object]
+    keys: list[str]
+    states: Same
+
+
+_NAMED: WeakKeyDictionary[torch.optim.Optimizer, _Named] = WeakKeyDictionary()
 
 
 def watch() -> None:
@@ -153,24 +175,57 @@ def _adopt(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None
     """Move gradients and states to the store that are plain."""
     for session in _sessions(tiered):
         session.gradients.adopt_each([t for t in tiered if t.store_key == session.key])
-    for param, states in zip(tiered, _states_of(optimizer, tiered), strict=True):
-        store = param.store_key
+    every_state = _states_of(optimizer, tiered)
+    if _are_as_before(optimizer, tiered, every_state):
+        return
+    for param, states in zip(tiered, every_state, strict=True):
         for key, value in states.items():
-            if type(value) is TieredTensor and value.store_key == store:
-                continue  # the usual case, for each state of each parameter
             if _is_foreign_state(value, param):
                 session, name = session_of(param.entry), f"{param._name_in_store()}.{key}"
                 states[key] = _adopted(session, name, param, value)
 
 
-def _states_of(
-    optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]
-) -> Iterable[dict[str, Any]]:
+def _states_of(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> _States:
     """The states of each parameter; of one without states an empty dict."""
     state = optimizer.state
     if len(state) == len(tiered) and all(map(is_, state, tiered)):
         return state.values()  # in the usual order: to look each up takes ten times as long
     return [state.get(param, {}) for param in tiered]
+
+
+def _name_states(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -> None:
+    """Let all that is an optimizer's state be one, and called by its parameter and its key."""
+    every_state = _states_of(optimizer, tiered)
+    if _are_as_before(optimizer, tiered, every_state):
+        return
+    keys, values, at_home = list[str](), list[Any](), True
+    for param, states in zip(tiered, every_state, strict=True):
+        title = param._name_in_store()
+        for key, value in states.items():
+            if isinstance(value, TieredTensor):
+                value.entry.become_state(f"{title}.{key}")
+            keys.append(key)
+            values.append(value)
+            # What is no tensor may have the place of one next time.
+            at_home &= isinstance(value, Tensor) and not _is_foreign_state(value, param)
+    if at_home:
+        known = [param._known for param in tiered]
+        _NAMED[optimizer] = _Named(CHANGES.mark, known, keys, Same(values))
+
+
+def _are_as_before(
+    optimizer: torch.optim.Optimizer, tiered: list[TieredTensor], every_state: _States
+) -> bool:
+    """Whether parameters have the states that they had when the last step ended: each of those is
+    in the store, unless it is one number, and has its name."""
+    before = _NAMED.get(optimizer)
+    if before is None or before.mark is not CHANGES.mark:
+        return False
+    if before.known != [param._known for param in tiered]:
+        return False
+    keys = [key for states in every_state for key in states]
+    values = [value for states in every_state for value in states.values()]
+    return keys == before.keys and before.states.are(values)
 
 
 def _is_foreign_state(value: object, param: TieredTensor) -> bool:
@@ -205,11 +260,7 @@ def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 def _end(optimizer: torch.optim.Optimizer) -> None:
     """What follows the step of an optimizer, in every session that it has parameters of."""
     tiered = _tiered_params(optimizer)
-    for param, states in zip(tiered, _states_of(optimizer, tiered), strict=True):
-        title = param._name_in_store() if states else ""
-        for key, value in states.items():
-            if isinstance(value, TieredTensor):
-                value.serve_as_state(title, key)
+    _name_states(optimizer, tiered)
     sessions = _sessions(tiered)
     for session in sessions:
         session.end_step()

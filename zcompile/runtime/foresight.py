@@ -114,7 +114,7 @@ class Foresight:
         before, lasted, identity = self._kept.get(key, (None, (), None))
         if identity is not None and before is mark:
             others = others_than(lasted, entries)
-            if others is not None and not any(entries[at].kind.lasting for at in others):
+            if others is not None and not any([entries[at]._kind.lasting for at in others]):
                 return Call(schedule, tuple(entries), identity)
         lasting = [entry if entry.kind.lasting else None for entry in entries]
         known = schedule.serial, tuple([entry.key for entry in lasting if entry is not None])

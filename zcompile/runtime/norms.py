@@ -134,20 +134,27 @@ class Norms:
 
     def of(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
         """The result of `measure`, the caller's own; None, if the entry has been written since."""
-        value = self.kept(entry, layout, measure)
-        if value is None:
+        found = self.kept_of_each([entry], [layout], measure)
+        if found is None:
             return None
-        return [norm.clone() for norm in value] if measure.lists else value.clone()
+        return [norm.clone() for norm in found[0]] if measure.lists else found[0].clone()
 
-    def kept(self, entry: Entry, layout: Layout, measure: Measure) -> Any | None:
-        """As `of`, of which the caller makes a copy of its own."""
-        if entry.version == (len(entry.tiles) or 1):
-            # Written once; a gradient that is summed up has other values by now.
-            self._asked[measure] = None
-        version, lies, value = entry.norms.get(measure, NOT_MEASURED)
-        if version != entry.version or (lies is not layout and lies != layout):
-            return None
-        return value
+    def kept_of_each(
+        self, entries: Sequence[Entry], layouts: Sequence[Layout], measure: Measure
+    ) -> list[Any] | None:
+        """As `of`, of each of these, of which the caller makes copies of its own; None, if one of
+        them was not measured, or has been written since."""
+        found = []
+        for entry, layout in zip(entries, layouts, strict=True):
+            at = entry.version
+            if at == (len(entry.tiles) or 1):
+                # Written once; a gradient that is summed up has other values by now.
+                self._asked[measure] = None
+            version, lies, value = entry.norms.get(measure, NOT_MEASURED)
+            if version != at or (lies is not layout and lies != layout):
+                return None
+            found.append(value)
+        return found
 
     def step_ended(self) -> None:
         """The next step measures what this one asked for."""

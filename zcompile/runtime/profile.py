@@ -35,6 +35,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from statistics import fmean, median
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -48,7 +49,6 @@ from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.meter import Stamp
 from zcompile.runtime.store.store import Entry, call_key, others_than
-from zcompile.runtime.tiers.base import TierIO
 
 # --- Recording a step ---
 
@@ -58,22 +58,26 @@ MOST_KNOWN = 1024
 """Calls of which is remembered what was written down; a step has a few, unless they vary."""
 
 
+_RECORDED = attrgetter("_place.tier", "_place.nbytes", "_kind", "_crosses_wide")
+"""What is written down of an entry depends on these, beside what it is called (`Entry.ref`)."""
+
+
 @dataclass(frozen=True)
 class _RecordedCall:
-    """What was written down of one call, on entries whose tiers, kinds and bytes are as `alike`
-    says."""
+    """What was written down of one call, on entries that are as `alike` says, by `_RECORDED`."""
 
-    alike: tuple[list[TierIO], list[EntryKind], list[int], list[bool]]
+    alike: Sequence[tuple[object, ...]]
     call: StepCall
     facts: Mapping[EntryRef, EntryFact]
     gradients: Mapping[EntryRef, EntryFact]
 
-    def is_of(self, entry: Entry, at: int) -> bool:
-        """Whether an entry is as the one in place `at` was."""
-        tiers, kinds, nbytes, wide = self.alike
-        place = entry.place
-        same = place.tier is tiers[at] and place.nbytes == nbytes[at] and entry.kind is kinds[at]
-        return same and entry.crosses_wide == wide[at] and entry.ref == self.call.entries[at]
+    def is_of(self, entries: Sequence[Entry], places: Sequence[int]) -> bool:
+        """Whether those of `entries` in these places are as those of the call were."""
+        refs, alike = self.call.entries, self.alike
+        found = [entries[at] for at in places]
+        if [entry.ref for entry in found] != [refs[at] for at in places]:
+            return False
+        return [*map(_RECORDED, found)] == [alike[at] for at in places]
 
 
 class _KeptCall(NamedTuple):
@@ -208,7 +212,7 @@ class Recorder:
         mark, kept, sizes = CHANGES.mark, self._kept.get(key), schedule.holds.sizes
         if kept is not None and kept.mark is mark and kept.sizes == sizes:
             others = others_than(kept.entries, entries)
-            if others is not None and all(kept.known.is_of(entries[at], at) for at in others):
+            if others is not None and kept.known.is_of(entries, others):
                 return kept.known
         known = self._know_anew(schedule, entries, sizes)
         lasting = [entry if entry.kind.lasting else None for entry in entries]
@@ -221,13 +225,8 @@ class Recorder:
         self, schedule: Schedule, entries: Sequence[Entry], sizes: tuple[int, ...]
     ) -> "_RecordedCall":
         refs = tuple([e.ref for e in entries])
-        alike = (
-            [e.place.tier for e in entries],
-            [e.kind for e in entries],
-            [e.place.nbytes for e in entries],
-            [e.crosses_wide for e in entries],
-        )
-        passing = EntryKind.ACTIVATION in alike[1]  # these are new in every call
+        alike = [*map(_RECORDED, entries)]
+        passing = any(e.kind is EntryKind.ACTIVATION for e in entries)  # new in every call
         same = schedule.serial, sizes, _kept(entries) if passing else refs
         known = self._known.get(same)
         if known is None or known.alike != alike:

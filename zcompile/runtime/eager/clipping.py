@@ -54,15 +54,15 @@ def known_norms(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[st
     tensors = args[0] if args else ()
     if type(tensors) is not list or {*map(type, tensors)} != {cls}:
         return NotImplemented
-    measure, found = _measure_of(func, args, kwargs), list[Tensor]()
-    for tensor in tensors:
-        entry = tensor.entry
-        if entry.kind is not EntryKind.GRAD:
-            return NotImplemented
-        known = session_of(entry).norms.kept(entry, tensor.entry_layout, measure)
-        if known is None:
-            return NotImplemented
-        found += known
+    entries = [tensor.entry for tensor in tensors]
+    sessions = {id(entry.store): entry.store for entry in entries}
+    if len(sessions) > 1 or any([entry.kind is not EntryKind.GRAD for entry in entries]):
+        return NotImplemented
+    layouts, measure = [tensor.entry_layout for tensor in tensors], _measure_of(func, args, kwargs)
+    known = session_of(entries[0]).norms.kept_of_each(entries, layouts, measure)
+    if known is None:
+        return NotImplemented
+    found = [norm for (norm,) in known]
     if len({(norm.dtype, norm.device) for norm in found}) > 1:
         return [norm.clone() for norm in found]
     return [*torch.stack(found).unbind()]  # at once, and the caller's own as well

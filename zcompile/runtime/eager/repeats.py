@@ -10,14 +10,14 @@ made anew. The number that clipping multiplies by is another one in each step, s
 of the rows.
 
 Of a step whose plan is settled most of that need not be asked of each operand again: while
-`CHANGES` has the mark that it had then, the entries of parameters and states are what they were
-(`KeptOperands`). That they are the very same is looked at, and so is all of the gradients, which
-are new, and of plain operands.
+`CHANGES` has the mark that it had then, the entries of parameters and states are what they were,
+and what shows them shows them still (`KeptOperands`). That the operands are the very same is looked
+at, and so is all of the gradients, which are new, and of plain operands.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,21 +26,27 @@ from torch.autograd.graph import increment_version
 
 from zcompile.ir.optimizer_step import StepRoom
 from zcompile.ir.schedule import Cast, EntryIndex, Schedule
+from zcompile.ir.ties import Same
 from zcompile.ir.torch_compat import Dispatched
-from zcompile.ir.types import Layout
+from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.changes import CHANGES
 from zcompile.runtime.eager.rows import counts_writes_in_kernels, leaves_of
 from zcompile.runtime.host_updates import HostUpdates
 from zcompile.runtime.session import Place, Repeat, Session, session_of
 from zcompile.runtime.store.store import Entry, as_they_rest
 
+_NAMED = attrgetter("_known", "entry_layout")
+"""What is compared of a parameter. The reference to an entry is one object for as long as somebody
+has the entry, as those do who keep what a call was. A parameter itself is not referred to, since
+torch would not make another tensor of it then (`swap_tensors`)."""
 _LAYOUT = attrgetter("entry_layout")
 _STATE = attrgetter(
-    "store", "kind", "nbytes", "waits", "narrow", "unexchanged", "place.tier.on_device"
+    "store", "_kind", "_nbytes", "_waits", "_narrow", "_unexchanged", "_place.tier.on_device"
 )
 """What is compared of an entry that does not outlive the step."""
-ON_DEVICE = -1
-"""Where `_STATE` tells whether it rests on the device."""
+_DEFERRED, _COPIES = attrgetter("_deferred"), attrgetter("copies")
+_NUMBER = attrgetter("ndim", "dtype", "device")
+"""What is compared of a plain tensor of one number."""
 LIST_OPS = ("aten::_foreach", "aten::_fused")
 MOST_REPEATS = 8
 """Repeats kept of calls with as many operands each: of groups of parameters of one size."""
@@ -130,6 +136,9 @@ class ListCall:
 
     def _entries_at(self, places: Sequence[Place]) -> list[Entry]:
         """The entries of operands, and of copies."""
+        if not self.copies:
+            entries = self.entries
+            return [entries[at] for at, _ in places]
         return [
             self.entries[at] if copy is None else self.copies[at][copy][1] for at, copy in places
         ]
@@ -158,20 +167,23 @@ class ListCall:
 
 
 class _Passing(NamedTuple):
-    """What is known of an operand whose entry is another in each step, as a gradient's is.
+    """What is known of the operands whose entries are others in each step, as a gradient's are.
 
-    state     as `_STATE` tells it
-    in_place  compute reaches the entry where it rests
-    on_host   the host may update what rests there
+    at        their positions, in order; each of what follows is of these
+    layouts   theirs
+    states    as `_STATE` tells them
+    far       of those that are not on the device: which of them, whether compute reaches the entry
+              where it rests, and whether the host may update what rests there
     changes   what is deferred, as `_changes_of` tells it
+    changing  positions of those of which something is
     """
 
-    at: int
-    layout: Layout
-    state: tuple[object, ...]
-    in_place: bool
-    on_host: bool
-    changes: tuple[object, ...]
+    at: Sequence[int]
+    layouts: Sequence[Layout]
+    states: Sequence[tuple[object, ...]]
+    far: Sequence[tuple[int, bool, bool]]
+    changes: Sequence[tuple[object, ...]]
+    changing: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -181,10 +193,12 @@ class KeptOperands:
     room     that the step streams through
     on_host  the plan lets the host update something
     entries  those over entries that outlive steps: the entry of each
-    layouts  of those
+    params   positions of the parameters among those
+    named    what `_NAMED` tells of each
+    states   positions of the others
+    same     tells whether operands are those
     passing  those over other entries
-    changing positions of those of them of which changes are deferred
-    numbers  plain tensors without dimensions: dtype and device of each
+    numbers  positions of plain tensors without dimensions, and what `_NUMBER` tells of each
     others   what is known of each of the others
     """
 
@@ -192,87 +206,103 @@ class KeptOperands:
     room: StepRoom
     on_host: bool
     entries: dict[int, Entry]
-    layouts: Sequence[Layout]
-    passing: Sequence[_Passing]
-    changing: Sequence[int]
-    numbers: Sequence[tuple[int, torch.dtype, torch.device]]
+    params: Sequence[int]
+    named: Sequence[tuple[object, ...]]
+    states: Sequence[int]
+    same: Same
+    passing: _Passing
+    numbers: tuple[Sequence[int], Sequence[tuple[object, ...]]]
     others: Sequence[tuple[int, object]]
 
     def entries_of(
         self, cls: Any, session: Session, leaves: Sequence[Any]
     ) -> dict[int, Entry] | None:
         """The entries behind the operands of another call, by position, if it is a repeat of this
-        one; else None."""
-        lasting = [leaves[at] for at in self.entries]
-        if {*map(type, lasting)} - {cls}:
+        one; else None. A step has hundreds: they are compared list by list, and not one by one."""
+        params = [leaves[at] for at in self.params]
+        if {*map(type, params)} - {cls} or [*map(_NAMED, params)] != self.named:
             return None
-        # Not `leaf.entry`: of a tensor that is traced nothing is asked.
-        named = [leaf._known for leaf in lasting]
-        if not all(named) or any(map(is_not, [x() for x in named], self.entries.values())):
+        if not self.same.are([leaves[at] for at in self.states]):
             return None
-        if any(map(is_not, map(_LAYOUT, lasting), self.layouts)):
+        passing = self._passing_of(cls, session, [leaves[at] for at in self.passing.at])
+        if passing is None:
             return None
-        found, updates = {**self.entries}, session.host_updates
-        for at, layout, state, in_place, on_host, changes in self.passing:
-            leaf = leaves[at]
-            if type(leaf) is not cls or (known := leaf._known) is None:
-                return None
-            entry = known()
-            if entry is None or entry.copies or _STATE(entry) != state:
-                return None
-            if leaf.entry_layout is not layout and leaf.entry_layout != layout:
-                return None
-            if (entry.deferred or changes) and _changes_of(leaf, entry) != changes:
-                return None
-            if not state[ON_DEVICE] and (
-                session.can_view_in_place(entry) is not in_place
-                or _is_for_host(updates, entry) is not on_host
-            ):
-                return None
-            found[at] = entry
-        for at, dtype, device in self.numbers:
-            leaf = leaves[at]
-            if type(leaf) is not Tensor or leaf.dim() or leaf.dtype is not dtype:
-                return None
-            if leaf.device != device:
-                return None
+        where, known = self.numbers
+        numbers = [leaves[at] for at in where]
+        if {*map(type, numbers)} - {Tensor} or [*map(_NUMBER, numbers)] != known:
+            return None
         for at, known_of in self.others:
             leaf = leaves[at]
             if isinstance(leaf, cls) or _known_of(leaf) != known_of:
                 return None
-        alike = len({id(found[passing.at]) for passing in self.passing}) == len(self.passing)
-        return found if alike else None
+        return {**self.entries, **dict(zip(self.passing.at, passing, strict=True))}
+
+    def _passing_of(self, cls: Any, session: Session, leaves: Sequence[Any]) -> list[Entry] | None:
+        """The entries behind operands that are those of `passing`; None, if they are not as
+        before."""
+        if {*map(type, leaves)} - {cls}:
+            return None
+        # Not `leaf.entry`: of a tensor that is traced nothing is asked.
+        named = [leaf._known for leaf in leaves]
+        if not all(named):
+            return None
+        entries: list[Any] = [known() for known in named]
+        if not all(entries) or len({*map(id, entries)}) < len(entries):
+            return None
+        layouts, states, far, changes, changing = self.passing[1:]
+        if [*map(_STATE, entries)] != states or [*map(_LAYOUT, leaves)] != layouts:
+            return None
+        if any(map(_COPIES, entries)):
+            return None
+        if changing or any(map(_DEFERRED, entries)):
+            for leaf, entry, known in zip(leaves, entries, changes, strict=True):
+                if _changes_of(leaf, entry) != known:
+                    return None
+        updates = session.host_updates
+        for n, in_place, on_host in far:
+            if session.can_view_in_place(entries[n]) is not in_place:
+                return None
+            if _is_for_host(updates, entries[n]) is not on_host:
+                return None
+        return entries
 
 
 def _kept_operands(call: ListCall) -> KeptOperands:
     """What the next call is compared with."""
-    session, updates = call.session, call.session.host_updates
-    entries, layouts, passing, numbers, others = dict[int, Entry](), [], [], [], []
-    operands = len(call.leaves) - sum(map(len, call.changing.values()))
-    for at, leaf in enumerate(call.leaves[:operands]):
-        entry = call.entries.get(at)
-        if entry is not None and entry.kind.lasting:
-            entries[at] = entry
-            layouts.append(leaf.entry_layout)
-        elif entry is not None:
-            in_place, on_host = session.can_view_in_place(entry), _is_for_host(updates, entry)
-            changes = _changes_of(leaf, entry) or ()
-            row = _Passing(at, leaf.entry_layout, _STATE(entry), in_place, on_host, changes)
-            passing.append(row)
-        elif type(leaf) is Tensor and not leaf.dim():
-            numbers.append((at, leaf.dtype, leaf.device))
-        else:
-            others.append((at, _known_of(leaf)))
+    session, updates, leaves = call.session, call.session.host_updates, call.leaves
+    operands = range(len(leaves) - sum(map(len, call.changing.values())))
+    lasting = {at: e for at, e in call.entries.items() if e.kind.lasting}
+    params = [at for at, entry in lasting.items() if entry.kind is EntryKind.PARAM]
+    states = [at for at in lasting if at not in {*params}]
+    passing = [at for at in call.entries if at not in lasting]
+    entries = [call.entries[at] for at in passing]
+    changes = [_changes_of(leaves[at], call.entries[at]) or () for at in passing]
+    plain = [at for at in operands if at not in call.entries]
+    numbers = [at for at in plain if type(leaves[at]) is Tensor and not leaves[at].dim()]
+    others = [at for at in plain if at not in {*numbers}]
     return KeptOperands(
         call.mark,
         session.step_room,
         bool(updates.wanted),
-        entries,
-        layouts,
-        passing,
-        [row.at for row in passing if row.changes],
-        numbers,
-        others,
+        lasting,
+        params,
+        [_NAMED(leaves[at]) for at in params],
+        states,
+        Same([leaves[at] for at in states]),
+        _Passing(
+            passing,
+            [leaves[at].entry_layout for at in passing],
+            [*map(_STATE, entries)],
+            [
+                (n, session.can_view_in_place(entry), _is_for_host(updates, entry))
+                for n, entry in enumerate(entries)
+                if not entry.on_device
+            ],
+            changes,
+            [at for at, found in zip(passing, changes, strict=True) if found],
+        ),
+        (numbers, [_NUMBER(leaves[at]) for at in numbers]),
+        [(at, _known_of(leaves[at])) for at in others],
     )
 
 
@@ -298,7 +328,7 @@ def call_as_before(
         wanted = bool(session.host_updates.wanted)
         if entries is None or wanted != kept.on_host or session.step_room != kept.room:
             continue
-        operands, changing = _with_changes(leaves, entries, kept.changing)
+        operands, changing = _with_changes(leaves, entries, kept.passing.changing)
         return ListCall(
             session,
             func,

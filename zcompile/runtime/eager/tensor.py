@@ -107,8 +107,6 @@ class TieredTensor(Unbacked):
     """Somebody got hold of the node by which autograd adds to its gradient."""
     grad_given: bool = False
     """Its gradient is a plain tensor that was assigned: others may hold it, or its memory."""
-    _serves: tuple[object, str, str] = None, "", ""
-    """As a state of an optimizer: the mark of `CHANGES` when it was called one, and whose."""
     _title: str | None = None
     """The name of a parameter whose `.data` was assigned; else it is that of its entry."""
 
@@ -169,17 +167,10 @@ class TieredTensor(Unbacked):
     def set_title(self, name: str) -> None:
         """Let this parameter be called `name`, whatever others call its entry."""
         self._title = name
+        CHANGES.note()
 
     def _name_in_store(self) -> str:
         return self._title or self.entry.name
-
-    def serve_as_state(self, title: str, key: str) -> None:
-        """It is the state `key` of the parameter that is called `title` from here on."""
-        mark, called, known_as = self._serves
-        if mark is CHANGES.mark and called is title and known_as is key:
-            return  # as in the last step, and no entry has another kind or name since
-        self.entry.become_state(f"{title}.{key}")
-        self._serves = CHANGES.mark, title, key
 
     @property
     @traced_only_within_others

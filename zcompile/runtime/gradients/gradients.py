@@ -490,9 +490,11 @@ class Gradients:
     def adopt_each(self, params: Iterable[Tensor]) -> None:
         """`adopt` each of these: before an optimizer's step, which has hundreds, hardly one has a
         gradient that is plain."""
-        for param in params:
-            if self._is_to_be_adopted(param):
-                self.adopt(param)
+        found = [*params]
+        if not self._sums and self._store.fabric is None:
+            found = [p for p in found if not hasattr(grad_of(p), "entry_layout")]
+        for param in found:
+            self.adopt(param)
 
     def _adopt_exchanged(self, param: Any) -> None:
         """As `adopt`, where several ranks train the model: they exchange what autograd has made,

@@ -9,7 +9,7 @@ that stays becomes an entry in the memory that compute made it in.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -23,36 +23,37 @@ from zcompile.runtime.gradients.leaves import flattened, may_have_node_hooks
 from zcompile.runtime.live_memory import LiveStorage
 from zcompile.runtime.norms import Norms
 from zcompile.runtime.store.resident import copy_dense
-from zcompile.runtime.store.store import Entry, Store, as_they_rest
+from zcompile.runtime.store.store import Entry, Store
 from zcompile.runtime.tiers.base import Place
 from zcompile.runtime.tiers.extents import WrittenRanges
 from zcompile.runtime.widening import batches, most_wide, widened
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """A gradient that a call will make: blank until the call ends.
+class _Expected(NamedTuple):
+    """A gradient that a call will make at its reserved address.
 
-    grad    the tiered tensor over `entry`
-    target  its elements, at the reserved address
+    layout  of the bytes there
+    target  the elements there, in that layout
     """
 
     param: Tensor
-    entry: Entry
-    grad: Tensor
+    layout: Layout
+    place: Place
     target: Tensor
 
 
-class _Staying(NamedTuple):
-    """A gradient that a call has made for `leaf`, and that stays in the memory of `value`.
+class _Made(NamedTuple):
+    """A gradient that a call has made for `leaf`, and that rests where `value` lies.
 
-    layout  of the bytes that it stays as
+    layout  of the bytes that it rests as
+    place   of its entry; None: it stays in memory that compute made
     """
 
     param: Tensor
     leaf: Leaf
     layout: Layout
     value: Tensor
+    place: Place | None = None
 
 
 class DeviceGradients:
@@ -74,13 +75,13 @@ class DeviceGradients:
         self._store, self._wrap, self._norms = store, wrap, norms
         self._sole, self._came = sole, came
         self._expected: dict[int, _Expected] = {}
-        self._received: list[tuple[Leaf, _Expected]] = []
+        """By the key of a leaf: of gradients that are to come."""
         self._may_stay: dict[int, tuple[Tensor, Layout]] = {}
         """Key of a leaf -> its parameter, and the layout of the gradient of that."""
-        self._staying: list[_Staying] = []
+        self._made: list[_Made] = []
 
     def begin(self, schedule: Schedule, leaves: Sequence[Leaf]) -> None:
-        """A call begins: make blank entries for gradients with a reserved address.
+        """A call begins: occupy the reserved addresses of its gradients.
 
         A parameter with hooks of a user takes each gradient as it comes, so then nothing is done
         here; nor is it where ranks exchange gradients (`exchanged.py`).
@@ -97,7 +98,7 @@ class DeviceGradients:
             for cast in (schedule.narrow_gradients.get(index),)
         }
         near = [index for index, found in wanted.items() if found is not None or index in staying]
-        params = self._sole([leaves[index] for index in near])
+        params, device = self._sole([leaves[index] for index in near]), self._store.homes.device
         for index, param in zip(near, params, strict=True):
             leaf, reserved = leaves[index], wanted[index]
             if param is None or not (layout := _layout_of(param)).dense:
@@ -106,14 +107,11 @@ class DeviceGradients:
                 self._may_stay[leaf.key] = param, layout
                 continue
             nbytes, cast = reserved
-            name = param._name_in_store()  # type: ignore[attr-defined]  # a tiered tensor's
-            made = self._store.create(f"{name}.grad", EntryKind.GRAD, nbytes, of=leaf.key)
-            assert made.on_device, "a reserved address that was free is not any more"
             bits = layout if cast is None else replace(layout, dtype=cast.copy_dtype)
-            target = self._store.arena.view(made.place.extent.offset, bits)
-            if cast is not None:
-                made.rest_narrow(cast)
-            self._expected[leaf.key] = _Expected(param, made, self._wrap(made, layout), target)
+            extent = device.take_reserved(EntryRef(leaf.key, EntryRole.GRADIENT))
+            place = Place(nbytes, device, extent, WrittenRanges.to(nbytes))
+            target = self._store.arena.view(extent.offset, bits)
+            self._expected[leaf.key] = _Expected(param, bits, place, target)
 
     def _reserved_for(self, leaf: Leaf, cast: Cast | None) -> "tuple[int, Cast | None] | None":
         """Bytes of the free address that is reserved for a gradient, and the cast by which it is
@@ -150,12 +148,13 @@ class DeviceGradients:
         expected = self._expected.pop(leaf.key, None)
         if expected is None:
             return None
-        target = expected.target
+        param, layout, place, target = expected
         if grad.dtype.itemsize < target.dtype.itemsize and grad.stride() == target.stride():
             grad = grad.to(target.dtype)
         if not _same_layout(grad, target):
-            return None  # the entry dies with what is forgotten here
-        self._received.append((leaf, expected))
+            place.tier.release(place.extent)
+            return None
+        self._made.append(_Made(param, leaf, layout, target, place))
         if grad.data_ptr() == target.data_ptr():
             return LiveStorage.standing_for(grad)
         copy_dense(target, grad)
@@ -175,47 +174,46 @@ class DeviceGradients:
         own = storage_of(grad).nbytes() == grad.nbytes == layout.nbytes
         if not own or grad.stride() != layout.stride or is_lazy(grad):
             return None
-        self._staying.append(_Staying(param, leaf, layout, grad))
+        self._made.append(_Made(param, leaf, layout, grad))
         return grad
 
     def end(self) -> None:
         """The call is over: its gradients become those of their parameters."""
-        stayed, self._staying = self._staying, []
         self._may_stay.clear()
-        if stayed:
+        self._give_back_expected()
+        made, self._made = self._made, []
+        if made:
             with torch.no_grad():
-                self._make_entries(stayed)
-        received, self._received = self._received, []
-        self._expected.clear()
-        for _, expected in received:
-            made = expected.entry
-            with as_they_rest([made]):
-                self._store.view_in_place(made, 0, made.nbytes, True, overwrites=True)
-        with torch.no_grad():
-            self._take_norms([(e.entry, e.target, e.param.dtype) for _, e in received])
-        for leaf, expected in received:
-            self._came(leaf, expected.param, expected.grad)
+                self._make_entries(made)
 
-    def _make_entries(self, stayed: Sequence[_Staying]) -> None:
-        """Make entries of the gradients that stay, all at once."""
+    def _give_back_expected(self) -> None:
+        """Give up the reserved addresses of gradients that did not come."""
+        for expected in self._expected.values():
+            expected.place.tier.release(expected.place.extent)
+        self._expected.clear()
+
+    def _make_entries(self, rows: Sequence[_Made]) -> None:
+        """Make entries of the gradients of a call, all at once."""
         held = self._store.homes.held
-        places: list[Place] = []
+        places = [row.place for row in rows if row.place is not None]
         try:
-            for param, _, layout, value in stayed:
-                name = f"{param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
-                extent = held.take(flattened(value), name)
-                places.append(Place(layout.nbytes, held, extent, WrittenRanges.to(layout.nbytes)))
-            refs = [EntryRef(found.leaf.key, EntryRole.GRADIENT) for found in stayed]
+            for at, (param, _, layout, value, place) in enumerate(rows):
+                if place is None:
+                    name = f"{param._name_in_store()}.grad"  # type: ignore[attr-defined]  # a tiered tensor's
+                    extent = held.take(flattened(value), name)
+                    place = Place(layout.nbytes, held, extent, WrittenRanges.to(layout.nbytes))
+                    places.insert(at, place)
+            refs = [EntryRef(row.leaf.key, EntryRole.GRADIENT) for row in rows]
             entries = self._store.create_at(EntryKind.GRAD, places, refs)
         except BaseException:
             for place in places:
-                held.release(place.extent)
+                place.tier.release(place.extent)
             raise
         # All wrapped before anybody is told of one: an entry dies with its tensor.
         grads: list[Tensor] = []
         try:
-            for (param, _, layout, _), made in zip(stayed, entries, strict=True):
-                dtype = param.dtype
+            for row, made in zip(rows, entries, strict=True):
+                layout, dtype = row.layout, row.param.dtype
                 if layout.dtype is not dtype:
                     made.rest_narrow(Cast(dtype, layout.dtype))
                     layout = replace(layout, dtype=dtype)
@@ -226,10 +224,10 @@ class DeviceGradients:
             raise
         for made in entries:
             made.written()
-        rows = zip(entries, stayed, strict=True)
-        self._take_norms([(made, found.value, found.param.dtype) for made, found in rows])
-        for found, grad in zip(stayed, grads, strict=True):
-            self._came(found.leaf, found.param, grad)
+        pairs = zip(entries, rows, strict=True)
+        self._take_norms([(made, row.value, row.param.dtype) for made, row in pairs])
+        for row, grad in zip(rows, grads, strict=True):
+            self._came(row.leaf, row.param, grad)
 
     def _take_norms(self, made: Sequence[tuple[Entry, Tensor, torch.dtype]]) -> None:
         """Take the norms of entries in these dtypes, of which the values are there: of those that
@@ -251,9 +249,11 @@ class DeviceGradients:
     def abandon(self) -> None:
         """After an error: no gradient of this call came."""
         self._may_stay.clear()
-        self._staying.clear()
-        self._received.clear()
-        self._expected.clear()
+        self._give_back_expected()
+        for made in self._made:
+            if made.place is not None:
+                made.place.tier.release(made.place.extent)
+        self._made.clear()
 
 
 def _layout_of(param: Tensor) -> Layout:

@@ -11,6 +11,7 @@ writes the copy as well, so in a training loop no copy is ever made again.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol, cast
 
 from torch import Tensor
@@ -38,6 +39,10 @@ class OnDevice(Protocol):
 
 
 # --- Views in place ---
+
+_IN_THE_WAY = attrgetter("_unset", "_deferred", "_sources", "_waits", "_narrow", "_unexchanged")
+NOTHING = False, (), (), None, None, False
+"""What `_IN_THE_WAY` tells of an entry whose bytes may be used as they are."""
 
 MOST_KEPT = 1024
 """The most calls of which is kept what they were lent; a step has a few."""
@@ -89,14 +94,11 @@ def _extents_of(store: Store, entries: Sequence[Entry]) -> list[Extent | None]:
 
     raises  as `resident_views`
     """
-    places = [entry.place for entry in entries]
+    places = [entry._place for entry in entries]
+    ready, waits = store._mover.are_ready(places), map(_IN_THE_WAY, entries)
     return [
-        place.extent
-        if ready
-        and place.tier.on_device
-        and not (e.unset or e.deferred or e.sources or e.waits or e.narrow or e.unexchanged)
-        else None
-        for e, place, ready in zip(entries, places, store._mover.are_ready(places), strict=True)
+        place.extent if is_ready and place.tier.on_device and found == NOTHING else None
+        for place, is_ready, found in zip(places, ready, waits, strict=True)
     ]
 
 
@@ -147,11 +149,24 @@ class ResidentViews:
         """The views that the last call was lent, and of what does not last, those of where that
         rests."""
         found: list[Any] = [*kept.views]
-        self._look(kept.looked, borrows, of, found)
+        entries, extents = self.entries, self.extents
+        last = self.store.arena.views_of(of, len(borrows))
+        others, again = list[int](), list[Entry]()
+        for at in kept.looked:
+            borrow, known = borrows[at], last[at]
+            extent = extents[borrow.entry]
+            if known is None or known[0] is not borrow or known[1] is not extent:
+                others.append(at)
+                continue
+            found[at] = known[2]
+            if borrow.writes:
+                again.append(entries[borrow.entry])
+        self._look(others, borrows, of, found)
         if CHANGES.mark is not kept.mark:  # a view had something else settled, or moved
-            rows = zip(borrows, kept.views, found, strict=True)
-            return [new if was is None else self.view(borrow) for borrow, was, new in rows]
+            anew = {*others}
+            return [found[at] if at in anew else self.view(x) for at, x in enumerate(borrows)]
         all_written(kept.writes)
+        all_written(again)
         return found
 
     def _keep(self, borrows: Sequence[Borrow], views: Sequence[Tensor], of: int) -> None:

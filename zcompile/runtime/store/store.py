@@ -462,7 +462,7 @@ def all_written(entries: Iterable[Entry]) -> None:
 def call_key(serial: int, entries: Sequence[Entry]) -> object:
     """What something is kept by for the next such call of a schedule: one may serve many layers,
     of which each has entries that outlive steps. Others are new in every step."""
-    return serial, next((entry.ref for entry in entries if entry.kind.lasting), None)
+    return serial, next((entry.ref for entry in entries if entry._kind.lasting), None)
 
 
 def others_than(kept: Sequence[Entry | None], entries: Sequence[Entry]) -> list[int] | None:

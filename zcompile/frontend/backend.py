@@ -69,7 +69,7 @@ from zcompile.passes.narrow_params import (
 from zcompile.passes.pipeline import DECIDED, decided, pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.passes.reduce_grads import sinks as handles_of
-from zcompile.passes.undefined_gradients import TracedJoint, Unfit, check_saved, fit
+from zcompile.passes.undefined_gradients import TracedJoint, Unfit, check_saved, fit, named_alike
 from zcompile.runtime.eager.tensor import TieredTensor, hand_on
 from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
@@ -327,8 +327,8 @@ class _Graph:
             activations=self.plan.activations,
             activation_cost=self.plan.activation_cost,
         )
-        handles = handles_of(joint.graph, plan)
-        fit(joint, self.traced, num_fwd_outputs, handles, plan.params)
+        joint = named_alike(joint, self.traced, num_fwd_outputs)
+        fit(joint, self.traced, handles_of(joint.graph, plan), plan.params)
         assign_phases(joint.graph, num_fwd_outputs)
         plan = run(joint, plan, decided(self.config), given=DECIDED)
         if plan.beside.nbytes > self.plan.beside.nbytes:

@@ -253,7 +253,8 @@ def _install_left_out() -> None:
     """Let what AOTAutograd traces as a joint graph differentiate some of its results only."""
     from torch._functorch._aot_autograd import graph_capture
 
-    create = graph_capture.create_joint
+    capture: Any = graph_capture  # what it imports is no export of it
+    create = capture.create_joint
 
     def create_joint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         left_out = _left_out.get()
@@ -278,7 +279,7 @@ def _install_left_out() -> None:
         with_fewer.handle = joint.handle  # type: ignore[attr-defined]  # torch's, of its function
         return with_fewer
 
-    graph_capture.create_joint = create_joint
+    capture.create_joint = create_joint
 
 
 @contextmanager
@@ -321,7 +322,7 @@ def _fakes(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, FakeTensor):
             yield value
         elif isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
-            names, _ = value.__tensor_flatten__()  # type: ignore[attr-defined]  # of a subclass
+            names, _ = value.__tensor_flatten__()
             yield from _fakes(getattr(value, name) for name in names)
 
 

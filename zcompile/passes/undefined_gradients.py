@@ -7,13 +7,14 @@ operand, so that kernels behind it add up elements in another order; zero times 
 number; and zeros take time and memory.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from zcompile.ir.alike import Descriptions, described, needed, unlike
+from zcompile.ir.alike import by_digest, by_position, digests, needed
+from zcompile.ir.copies import copy_graph
 from zcompile.ir.graph import insert, output_of
 from zcompile.ir.torch_compat import gradient_of, is_tangent
 from zcompile.ir.types import NodeName, ParamSpec, Phase
@@ -27,29 +28,52 @@ class Unfit(Exception):
 class TracedJoint:
     """What is remembered of a joint graph as it was traced, before any pass.
 
-    forward         what its results are computed by
-    results         their names
+    names           of the nodes that its results are computed by, in graph order
+    forward         their digests
+    results         positions of the results among them
     differentiated  positions of the inputs that have gradients
     """
 
-    forward: Descriptions
-    results: tuple[str, ...]
+    names: tuple[str, ...]
+    forward: tuple[str, ...]
+    results: tuple[int | None, ...]
     differentiated: frozenset[int]
 
     @classmethod
     def of(cls, joint: fx.GraphModule, forward_outputs: int) -> "TracedJoint":
         results = _results(joint.graph)
-        forward = described(joint, needed(results[:forward_outputs]))
-        names = tuple(map(str, results[:forward_outputs]))
+        nodes = needed(results[:forward_outputs])
+        at = {node: position for position, node in enumerate(nodes)}
         descs = output_of(joint.graph).meta["desc"]
         found = {gradient_of(d) for r, d in zip(results, descs, strict=True) if r is not None}
-        return cls(forward, names, frozenset(n for n in found if n is not None))
+        return cls(
+            tuple(node.name for node in nodes),
+            tuple(digests(joint, nodes, by_position)),
+            tuple(at[r] if isinstance(r, fx.Node) else None for r in results[:forward_outputs]),
+            frozenset(n for n in found if n is not None),
+        )
+
+
+def named_alike(joint: fx.GraphModule, traced: TracedJoint, forward_outputs: int) -> fx.GraphModule:
+    """A copy of a joint graph in which what its results are computed by is named as in `traced`.
+
+    raises  Unfit, if it is not the same
+    """
+    found = TracedJoint.of(joint, forward_outputs)
+    if found.forward != traced.forward or found.results != traced.results:
+        raise Unfit("its forward is traced otherwise")
+    if not found.differentiated <= traced.differentiated:
+        raise Unfit("it differentiates other inputs")
+    nodes = needed(_results(joint.graph)[:forward_outputs])
+    graph, copies = copy_graph(joint.graph, dict(zip(nodes, traced.names, strict=True)))
+    if tuple(copies[node].name for node in nodes) != traced.names:
+        raise Unfit("its backward takes names of its forward")
+    return fx.GraphModule(joint, graph)
 
 
 def fit(
     joint: fx.GraphModule,
     traced: TracedJoint,
-    forward_outputs: int,
     handles: Mapping[int | None, fx.Node],
     params: Mapping[NodeName, ParamSpec],
 ) -> None:
@@ -60,16 +84,7 @@ def fit(
                                                   return (%loss, %h, %dw, %z)
 
     handles  position of each input whose gradient is sent home -> the placeholder of its handle
-    raises   Unfit, if it does not compute its results as `traced` did
     """
-    found = TracedJoint.of(joint, forward_outputs)
-    if found.results != traced.results:
-        raise Unfit("it returns other values")
-    for some, others in ((found, traced), (traced, found)):
-        if (name := unlike(some.forward, others.forward)) is not None:
-            raise Unfit(f"%{name} of its forward is computed otherwise")
-    if not found.differentiated <= traced.differentiated:
-        raise Unfit("it differentiates other inputs")
     for place in joint.graph.find_nodes(op="placeholder"):
         if is_tangent(place) and not place.users:
             joint.graph.erase_node(place)
@@ -95,12 +110,17 @@ def check_saved(fewer: fx.Graph, backward: fx.Graph, whole: fx.Graph, called: fx
     if not (names := {node.name for node in places}) <= given:
         raise Unfit(f"it reads %{min(names - given)}, which forward does not save")
     crossing = {node.name for node in places if not is_tangent(node)}
-    made = [
-        described(joint.owning_module, needed([n for n in joint.nodes if n.name in crossing]))
-        for joint in (fewer, whole)
-    ]
-    if (name := unlike(*made)) is not None:
-        raise Unfit(f"%{name} is computed otherwise after the passes")
+    if _computed(fewer, crossing) != _computed(whole, crossing):
+        raise Unfit("what it reads is computed otherwise after the passes")
+
+
+def _computed(joint: fx.Graph, names: Container[str]) -> dict[str, str]:
+    """Digests of the values of these names; those of what they are computed by are in them."""
+    assert joint.owning_module is not None
+    nodes = needed([node for node in joint.nodes if node.name in names])
+    found = digests(joint.owning_module, nodes, by_digest)
+    pairs = zip(nodes, found, strict=True)
+    return {node.name: digest for node, digest in pairs if node.name in names}
 
 
 def _results(graph: fx.Graph) -> list[fx.node.Argument]:

@@ -81,7 +81,7 @@ def _target(gm: fx.GraphModule, node: fx.Node) -> str:
         return "\n".join(digests(found, list(found.graph.nodes), by_position))
     if isinstance(found, Tensor):
         raw = found.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(raw.numpy()).hexdigest()
+        return hashlib.sha256(raw.numpy().data).hexdigest()
     return repr(found)
 
 

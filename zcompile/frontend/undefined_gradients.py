@@ -106,6 +106,8 @@ class Tracing:
         def trace() -> T:
             backend = aot_backend(_unused, _unused, _unused, partition, FORMULAS)
             with ExitStack() as stack:
+                # Threads of autograd wait for this one, where the device has some.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 for kind, dtype in self.autocast:
                     cast = torch.autocast(kind, dtype=dtype, cache_enabled=self.cached)
                     stack.enter_context(cast)

@@ -156,11 +156,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     callers: dict[int, list[int]] = {}
     running: deque[Region] = deque()
     graphs: list[tuple[fx.GraphModule, GraphPlan, Phase]] = []
-    build, arrange, partition = backend.program_of, backend.arrange, backend._Graph.partition
+    build, arrange, cut = backend.program_of, backend.arrange, backend._Graph._cut
     compute, run = executor.compute, executor.Executor.run
 
     def parted(self: Any, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        made = partition(self, joint, *args, **kwargs)
+        made = cut(self, joint, *args, **kwargs)
         held = footprint(joint.graph, self.plan.params)
         kept[id(self.plan)] = held.handed_over(n.name for n in held.nodes)
         saved[id(self.plan)] = {
@@ -223,7 +223,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
     monkeypatch.setattr(backend, "program_of", built)
     monkeypatch.setattr(backend, "arrange", arranged)
-    monkeypatch.setattr(backend._Graph, "partition", parted)
+    monkeypatch.setattr(backend._Graph, "_cut", parted)
     monkeypatch.setattr(executor.Executor, "run", ran)
     monkeypatch.setattr(executor, "compute", computed)
     with meter:

@@ -2,6 +2,7 @@
 
 import copy
 import signal
+from functools import partial
 from itertools import product
 from unittest.mock import MagicMock
 
@@ -140,19 +141,43 @@ def goes_on(model, compiled, optimizer):
 def test_a_move_that_fails_leaves_its_entry_where_it_was(monkeypatch, at, device):
     model, compiled, optimizer = begun(2, device_memory=Bytes(device + held_bytes()))
     session = session_behind(model)
-    put, count = session.put, []
+    moving, transfers = [], []
 
-    def failing(*args, **kwargs):
-        count.append(args)
-        if len(count) == at:
-            raise TierFull("a test", 1, [])
-        return put(*args, **kwargs)
+    def moved(*args):
+        moving.append(args)
+        try:
+            return move(*args)
+        finally:
+            moving.pop()
 
-    monkeypatch.setattr(session, "put", failing)
+    def failing(transfer, *args, **kwargs):
+        if moving:
+            transfers.append(transfer)
+            if len(transfers) == at:
+                raise TierFull("a test", 1, [])
+        return transfer(*args, **kwargs)
+
+    monkeypatch.setattr(relocate, "move", moved)
+    for name in ("fetch", "put"):  # to the device, and off it
+        monkeypatch.setattr(session, name, partial(failing, getattr(session, name)))
     with pytest.raises(TierFull):
         train(model, compiled, optimizer, 2, 3)
     monkeypatch.undo()
     goes_on(model, compiled, optimizer)
+
+
+def test_entries_reach_the_device_and_leave_it_without_memory_beside(monkeypatch):
+    """They would take as much of the host again, which on a machine with a card was slow, too."""
+    model, compiled, optimizer = begun(2, device_memory="4MiB")
+    session = session_behind(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "read_here", MagicMock(side_effect=AssertionError("memory beside")))
+        train(model, compiled, optimizer, 2, 3)
+        assert "device" in homes(model)
+        gathered(model, 4 * MiB - 200 * KiB)
+        assert homes(model) == {"host"}
+    train(model, compiled, optimizer, 3, STEPS)
+    assert same(model, expected())
 
 
 def many_ids(number):

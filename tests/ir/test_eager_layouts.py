@@ -94,6 +94,7 @@ CALLS = {
         [True, True, True],
     ),
     aten.channel_shuffle.default: (LAST, 2),
+    aten.roll.default: (LAST, [1], [1]),
 }
 
 

@@ -109,6 +109,32 @@ def test_the_likelihood_of_some_tokens_keeps_the_log_probabilities_of_all(cast):
     assert_same(results(kept), results(joint))
 
 
+class SumWithItsOwnGradient(torch.autograd.Function):
+    """Sums over the classes, of which every number gets the mean of their gradients."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor) -> Tensor:
+        context.shape = rows.shape
+        return rows.sum(1)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> Tensor:
+        return grad.mean().view(1, 1).expand(context.shape)
+
+
+def test_a_gradient_that_all_tokens_share_is_not_one_for_each_token():
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        rows = functional.log_softmax(logits.view(-1, logits.shape[-1]), -1)
+        likelihood = functional.nll_loss(rows, targets.view(-1))
+        return likelihood - 1e-3 * SumWithItsOwnGradient.apply(rows).square().mean()
+
+    pattern = Pattern(loss)
+    joint = catch(pattern.build(), *pattern.inputs())
+    kept = joint.through(TileLoss(SMALL))
+    assert len(kept.plan.notes) == 1
+    assert_same(results(kept), results(joint))
+
+
 def tolerance_of(pattern: Pattern) -> float:
     if pattern is TILED["autocast of CUDA, smoothed"]:
         return SMOOTHED_TOLERANCE

@@ -48,24 +48,34 @@ def _by_format(position: int) -> Callable[[Tensor, Sequence[Any]], Order]:
 
     def order(result: Tensor, args: Sequence[Any]) -> Order:
         last = [0, *range(2, result.dim()), 1]
-        has_format = result.dim() in (4, 5) and _is_laid_out(args[position], last)
+        has_format = result.dim() in (4, 5) and is_laid_out(args[position], last)
         return last if has_format else range(result.dim())
 
     return order
 
 
-def _is_laid_out(value: Tensor, order: Order) -> bool:
-    """Whether a value is surely dense and in this order; dimensions of one element say nothing."""
-    stride: Any = 1
+def _rolled(result: Tensor, args: Sequence[Any]) -> Order:
+    """Contiguous where no dimensions are named, since all are flattened then."""
+    return _by_format(0)(result, args) if args[2:] and args[2] else _contiguous(result, args)
+
+
+def dense_strides(sizes: Sequence[Any], order: Order) -> list[Any]:
+    """The strides of a dense tensor in this order."""
+    strides, stride = [1] * len(sizes), 1
     for dim in reversed(order):
-        if not surely(value.shape[dim] == 1):
-            if not surely(value.stride(dim) == stride):
-                return False
-            stride = stride * value.shape[dim]
-    return True
+        strides[dim] = stride
+        stride = stride * sizes[dim]
+    return strides
 
 
-def _copied(value: Tensor, order: Order) -> Tensor:
+def is_laid_out(value: Tensor, order: Order) -> bool:
+    """Whether a value is surely dense and in this order; dimensions of one element say nothing."""
+    rows = zip(value.shape, value.stride(), dense_strides(value.shape, order), strict=True)
+    return all(surely(size == 1) or surely(stride == dense) for size, stride, dense in rows)
+
+
+def as_ordered(value: Tensor, order: Order) -> Tensor:
+    """A copy of a value that is dense and in this order."""
     if list(order) == sorted(order):
         return value.clone(memory_format=torch.contiguous_format)
     dense = value.permute(*order).clone(memory_format=torch.contiguous_format)
@@ -126,6 +136,7 @@ LAYOUTS: Mapping[Dispatched, Layout] = {
     aten._native_batch_norm_legit.no_stats: Layout(_by_format(0), cpu=True),
     aten.native_batch_norm_backward.default: Layout(_by_format(1), cpu=True, masked=True),
     aten.channel_shuffle.default: Layout(_by_format(0), cpu=True),
+    aten.roll.default: Layout(_rolled, cpu=True),
 }
 """Ops of which torch's fake tensors are laid out otherwise than what their kernels give."""
 
@@ -152,9 +163,9 @@ def _laying_out(op: Dispatched, layout: Layout) -> Callable[..., Any]:
             ):
                 with without_modes():  # no part of what is traced
                     order = layout.order(value, args)
-                    differs = not _is_laid_out(value, order)
+                    differs = not is_laid_out(value, order)
                 if differs:
-                    laid[position] = _copied(value, order)
+                    laid[position] = as_ordered(value, order)
         return tuple(laid) if several else laid[0]
 
     return formula

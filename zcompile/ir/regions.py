@@ -25,6 +25,7 @@ from zcompile.ir.fusions import (
     views_of_results,
 )
 from zcompile.ir.printer import target_of
+from zcompile.ir.region_code import MAKER, RegionCode, maker_of
 from zcompile.ir.types import Region
 from zcompile.ir.work import total_work, work_of
 
@@ -56,17 +57,16 @@ def compile_region(
     """
     key = structure(nodes)
     if key not in compiled:
-        code = _eager(nodes)
-        call, work = code.forward, work_of(nodes)
-        compiled[key] = Region(key, _summary(nodes), call, work, owns=True, body=code.graph)
+        call, work = RegionCode(body := _eager(nodes)), work_of(nodes)
+        compiled[key] = Region(key, _summary(nodes), call, work, owns=True, body=body)
     plain = compiled[key]
     if not placed:
         return plain
     known = f"{key} {tuple(placed)}"
     if known not in compiled:
         outputs = outputs_of(nodes)
-        code = _eager(nodes, [outputs[at] for at in placed])
-        compiled[known] = replace(plain, placed=tuple(placed), call_into=code.forward)
+        into = RegionCode(_eager(nodes, [outputs[at] for at in placed]))
+        compiled[known] = replace(plain, placed=tuple(placed), call_into=into)
     return compiled[known]
 
 
@@ -84,7 +84,8 @@ def structure(nodes: Sequence[fx.Node]) -> str:
     parts = [_described(node.meta.get("val")) for node in inputs_of(nodes)]
     for node in nodes:
         args = _canonical((node.args, node.kwargs), number)
-        parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}")
+        look = "" if maker_of(node) else "*"
+        parts.append(f"{node.target}{args}{_described(node.meta.get('val'))}{look}")
     parts.append(str([number[node] for node in outputs_of(nodes)]))
     for members in _fused_among(nodes).values():
         fused = fused_of(members[0])
@@ -144,7 +145,7 @@ def _name(node: fx.Node) -> str:
     return name[0] if namespace == "aten" else ".".join((namespace, *name[:1]))
 
 
-def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.GraphModule:
+def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.Graph:
     """The code of these nodes, for eager execution.
 
     Takes a list of inputs, which it empties: each value, inputs included, is dropped after its last
@@ -173,8 +174,10 @@ def _eager(nodes: Sequence[fx.Node], products: Sequence[fx.Node] = ()) -> fx.Gra
         if node in place:
             made.target = aten.mm.out
             made.kwargs = {**made.kwargs, "out": place[node]}
+        elif maker := maker_of(node):
+            made.meta[MAKER] = maker
     graph.output(tuple(env[node] for node in outputs_of(nodes)))
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
 def _fused_among(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
@@ -191,6 +194,7 @@ def _call_fused(graph: fx.Graph, members: Sequence[fx.Node], env: dict[fx.Node, 
     for position, node in enumerate(made):
         env[node] = graph.call_function(getitem, (results, position))
         env[node].meta["val"] = node.meta["val"]
+        env[node].meta[MAKER] = target_of(node)
     for node in views_of_results(members):
         env[node] = graph.node_copy(node, env.__getitem__)
 
@@ -253,11 +257,10 @@ class _JoinedCode:
     placed: tuple[int, ...] = ()
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
-        results: tuple[Any, ...] = self.code(*given)
-        return results
+        return self.code(*given)
 
     @cached_property
-    def code(self) -> Any:
+    def code(self) -> RegionCode:
         graph = fx.Graph()
         given = graph.placeholder("given")
         targets = graph.placeholder("targets") if self.placed else None
@@ -275,7 +278,7 @@ class _JoinedCode:
                     result.target = aten.mm.out
                     result.kwargs = {**result.kwargs, "out": place[number]}
         graph.output(tuple(values[n] for n in self.outputs))
-        return fx.GraphModule(torch.nn.Module(), graph).forward
+        return RegionCode(graph)
 
 
 def _inlined(graph: fx.Graph, body: fx.Graph, inputs: Sequence[fx.Node]) -> Sequence[fx.Node]:

@@ -142,26 +142,57 @@ def move(session: Session, entry: Entry, home: str) -> bool:
 
 
 def _move(session: Session, entry: Entry, home: str) -> bool:
+    with deferred_interrupts(), used_by_runtime(entry):
+        if home == "device":
+            return _move_to_device(session, entry)
+        return _move_off_device(session, entry, home)
+
+
+def _move_to_device(session: Session, entry: Entry) -> bool:
+    """Fetch the bytes to where the entry will rest: it rests there only once they have come."""
+    memory = session.homes.device.reserved_memory(entry.ref, entry.nbytes)
+    if memory is None:
+        return False
+    holds = entry.place.written.touches(0, entry.nbytes)
+    if holds:
+        session.fetch(entry, memory, after=[session.device.mark()]).wait()
+    place, old_extent = entry.place, entry.place.extent
+    old = session.homes.move(place, entry.ref, entry.born, "device")
+    assert old is not None, "its address is reserved"
+    place.written.clear()
+    if holds:
+        place.written.add(0, entry.nbytes)
+    CHANGES.note()
+    old.release(old_extent)
+    return True
+
+
+def _move_off_device(session: Session, entry: Entry, home: str) -> bool:
+    """Let the entry rest on the host or on disk: from where it rests on the device its bytes leave
+    as others do, between those two they pass through memory beside them."""
     place = entry.place
     held = [(low, high) for low, high, held in place.written.pieces(0, entry.nbytes) if held]
-    with deferred_interrupts(), used_by_runtime(entry):
-        value = session.read_here(entry) if held else None
-        version, old_extent = entry.version, place.extent
-        old = session.homes.move(place, entry.ref, entry.born, home)
-        if old is None:
-            return False
-        new, new_extent = place.tier, place.extent
-        place.written.clear()
-        CHANGES.note()
-        try:
-            if value is not None:
-                session.put(entry, value).wait()
-        except BaseException:
-            place.rest(old, old_extent)
-            for low, high in held:
-                place.written.add(low, high)
-            new.release(new_extent)
-            raise
-        entry.kept_value(version)
-        old.release(old_extent)
+    value = None
+    if held and place.tier.on_device:
+        value = session.view_in_place(entry, 0, entry.nbytes, writes=False)
+    elif held:
+        value = session.read_here(entry)
+    version, old_extent = entry.version, place.extent
+    old = session.homes.move(place, entry.ref, entry.born, home)
+    if old is None:
+        return False
+    new, new_extent = place.tier, place.extent
+    place.written.clear()
+    CHANGES.note()
+    try:
+        if value is not None:
+            session.put(entry, value, after=[session.device.mark()]).wait()
+    except BaseException:
+        place.rest(old, old_extent)
+        for low, high in held:
+            place.written.add(low, high)
+        new.release(new_extent)
+        raise
+    entry.kept_value(version)
+    old.release(old_extent)
     return True

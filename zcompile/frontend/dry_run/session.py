@@ -63,8 +63,7 @@ class _BlankResults:
     """Stands in for the call of a region; the results have the shapes that tracing saw."""
 
     def __init__(self, region: Region) -> None:
-        traced: Any = region.call
-        (output,) = traced.__self__.graph.find_nodes(op="output")
+        (output,) = region.body.find_nodes(op="output")
         self._results = tuple(node.meta["val"] for node in output.args[0])
 
     def __call__(self, values: list[Any]) -> tuple[Any, ...]:

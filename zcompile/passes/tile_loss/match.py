@@ -240,7 +240,7 @@ def _gradients(top: fx.Node, picked: fx.Node | None, weight: fx.Node, rows: fx.N
     for term in _terms(_node(top.args[0]), top, top):
         if term is picked:
             picks_found.append(term)
-        elif term.target is aten.expand.default and _one_per_row(_node(term.args[0])):
+        elif term.target is aten.expand.default and _one_per_row(_node(term.args[0]), term):
             spreads.append(_node(term.args[0]))
         else:
             raise NoMatch(f"%{term.name} is an unknown part of the gradient")
@@ -282,10 +282,10 @@ def _terms(node: fx.Node, reader: fx.Node, top: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _one_per_row(node: fx.Node) -> bool:
-    """Whether a value is [n, 1]."""
-    value = node.meta["val"]
-    return bool(value.dim() == 2 and value.shape[1] == 1)
+def _one_per_row(node: fx.Node, spread: fx.Node) -> bool:
+    """Whether a value is [n, 1], of which `spread` is [n, V]."""
+    value, rows = node.meta["val"], spread.meta["val"].shape[0]
+    return bool(value.dim() == 2 and value.shape[1] == 1 and value.shape[0] == rows)
 
 
 def _consumers(end: fx.Node, weight: fx.Node, rows: fx.Node) -> Iterator[tuple[str, fx.Node]]:

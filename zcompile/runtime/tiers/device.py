@@ -111,6 +111,12 @@ class DeviceTier(OnDeviceTier):
             extent is not None and nbytes <= extent.nbytes and extent.offset not in self._occupied
         )
 
+    def reserved_memory(self, ref: EntryRef, nbytes: int) -> Tensor | None:
+        """The memory at the address that `has_reserved` tells of: uint8 [nbytes]; else None."""
+        if not self.has_reserved(ref, nbytes):
+            return None
+        return self._arena.slot(self._reserved[ref].offset, nbytes)
+
     def take_reserved(self, ref: EntryRef) -> Extent:
         """Occupy the address reserved for an entry."""
         extent = self._reserved[ref]

@@ -46,8 +46,8 @@ def pictures(generator: torch.Generator) -> Inputs:
 def segmented(generator: torch.Generator) -> Inputs:
     """Pictures, of which each place is of a class."""
     return {
-        "pixel_values": torch.randn(BATCH, 3, 2 * IMAGE, 2 * IMAGE, generator=generator),
-        "labels": torch.randint(CLASSES, (BATCH, 2 * IMAGE, 2 * IMAGE), generator=generator),
+        "pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator),
+        "labels": torch.randint(CLASSES, (BATCH, IMAGE, IMAGE), generator=generator),
     }
 
 
@@ -271,7 +271,7 @@ def dpt() -> nn.Module:
         num_hidden_layers=4,
         num_attention_heads=2,
         intermediate_size=64,
-        image_size=2 * IMAGE,
+        image_size=IMAGE,
         patch_size=8,
         num_labels=CLASSES,
         backbone_out_indices=[0, 1, 2, 3],

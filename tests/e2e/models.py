@@ -265,22 +265,6 @@ def segformer() -> nn.Module:
     return _with_frozen_statistics(hf.SegformerForSemanticSegmentation(config))
 
 
-def dpt() -> nn.Module:
-    config = hf.DPTConfig(
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        intermediate_size=64,
-        image_size=IMAGE,
-        patch_size=8,
-        num_labels=CLASSES,
-        backbone_out_indices=[0, 1, 2, 3],
-        neck_hidden_sizes=[16, 16, 16, 16],
-        fusion_hidden_size=16,
-    )
-    return _with_frozen_statistics(hf.DPTForSemanticSegmentation(config))
-
-
 CASES = {
     "gpt2": Case(gpt2, next_token),
     "llama": Case(llama, next_token),
@@ -296,5 +280,4 @@ CASES = {
     "deepseek v3": Case(deepseek_v3, next_token),
     "qwen3 moe": Case(qwen3_moe, next_token),
     "segformer": Case(segformer, segmented),
-    "dpt": Case(dpt, segmented),
 }

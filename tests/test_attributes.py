@@ -28,6 +28,8 @@ OF_OTHERS = {
     "_maybe_set": "torch's own list of what it saves, in torch_compat",
     "_log_joint_graph": "AOTAutograd's own, which writes graphs down, in torch_compat for a while",
     "_log_fw_bw_graphs": "AOTAutograd's own, in torch_compat for a while",
+    "create_joint": "AOTAutograd's own, which traces joint graphs, in torch_compat",
+    "handle": "a function of AOTAutograd: what it has its tracing told by",
     "_collect_fake_inputs": "torch 2.11's, of higher-order ops, in torch_compat",
     "runtime_unwrap_tensor_subclasses": "AOTAutograd's of torch 2.11, in torch_compat",
     "_boxed_call": "a function: the mark of AOTAutograd's calling convention",

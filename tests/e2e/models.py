@@ -43,6 +43,14 @@ def pictures(generator: torch.Generator) -> Inputs:
     }
 
 
+def segmented(generator: torch.Generator) -> Inputs:
+    """Pictures, of which each place is of a class."""
+    return {
+        "pixel_values": torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator),
+        "labels": torch.randint(CLASSES, (BATCH, IMAGE, IMAGE), generator=generator),
+    }
+
+
 def _tokens(generator: torch.Generator) -> Tensor:
     return torch.randint(3, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
 
@@ -225,6 +233,38 @@ def mamba2() -> nn.Module:
     )
 
 
+class _Frozen(nn.BatchNorm2d):
+    """Normalizes by the statistics that it has: in training it has other bits where compiled."""
+
+    def train(self, mode: bool = True) -> "_Frozen":
+        return super().train(False)
+
+
+def _with_frozen_statistics(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = _Frozen
+    return model
+
+
+def segformer() -> nn.Module:
+    """Its logits, which nobody differentiates, lie in memory in another format than their gradient
+    from the loss."""
+    config = hf.SegformerConfig(
+        num_encoder_blocks=2,
+        depths=[1, 1],
+        sr_ratios=[2, 1],
+        hidden_sizes=[16, 24],
+        num_attention_heads=[1, 2],
+        patch_sizes=[7, 3],
+        strides=[4, 2],
+        mlp_ratios=[2, 2],
+        decoder_hidden_size=16,
+        num_labels=CLASSES,
+    )
+    return _with_frozen_statistics(hf.SegformerForSemanticSegmentation(config))
+
+
 CASES = {
     "gpt2": Case(gpt2, next_token),
     "llama": Case(llama, next_token),
@@ -239,4 +279,5 @@ CASES = {
     "gpt-oss": Case(gpt_oss, next_token),
     "deepseek v3": Case(deepseek_v3, next_token),
     "qwen3 moe": Case(qwen3_moe, next_token),
+    "segformer": Case(segformer, segmented),
 }

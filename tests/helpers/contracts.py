@@ -4,11 +4,12 @@ import copy
 import functools
 import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import default_partition
 from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
@@ -205,11 +206,128 @@ def tangent_of() -> None:
 
 
 @contract
+def is_part_of_tangent() -> None:
+    """Of a jagged tensor that a model returns the gradient comes in parts, of a plain one whole."""
+    graphs: list[fx.Graph] = []
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        graphs.append(joint.graph)
+        return default_partition(joint, *args, **kwargs)
+
+    def run(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return as_it_stands(gm)
+
+    backend = private.aot_backend(run, run, run, partition)
+    parts = [torch.ones(2, 4), torch.ones(3, 4)]
+    rows = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+    weight = torch.ones(4, requires_grad=True)
+    torch.compile(lambda x: (x * 3, weight.sin()), backend=backend)(rows)
+    places = graphs[0].find_nodes(op="placeholder")
+    assert any(private.is_part_of_tangent(place) for place in places)
+    assert any(private.is_tangent(place) for place in places)
+    assert not any(private.is_part_of_tangent(p) for p in places if private.is_tangent(p))
+
+
+@contract
+def hand_on_undefined() -> None:
+    """Asked for behind a compiled call: its backward then gets None for what is undefined."""
+    given: list[list[bool]] = []
+
+    def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return as_it_stands(gm)
+
+    def backward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        places = gm.graph.find_nodes(op="placeholder")
+        tangents = [i for i, place in enumerate(places) if private.is_tangent(place)]
+
+        def run(args: list[Any]) -> Any:
+            given.append([args[i] is None for i in tangents])
+            return gm(*[torch.zeros(3) if value is None else value for value in args])
+
+        return private.boxed(run)
+
+    backend = private.aot_backend(forward, backward, forward, default_partition)
+    call = torch.compile(lambda x: (x * 3, x.sin()), backend=backend)
+    for asks in (False, True):
+        x = torch.ones(3, requires_grad=True)
+        first, _ = call(x)
+        if asks:
+            private.hand_on_undefined(private.grad_fn_of(first))
+        first.sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 3.0))
+    assert given == [[False, False], [False, True]]
+
+
+class _Ended(Exception):
+    """A joint graph was traced; nothing is compiled."""
+
+
+def _traced_jointly(run: Callable[[Callable[..., Any]], Any]) -> list[fx.Graph]:
+    """The joint graphs that a backend is given, where `run` lets it trace."""
+    found: list[fx.Graph] = []
+
+    def partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        found.append(joint.graph)
+        raise _Ended
+
+    with pytest.raises(_Ended):
+        run(private.aot_backend(as_it_is, as_it_is, as_it_is, partition))
+    return found
+
+
+def as_it_is(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    return as_it_stands(gm)
+
+
+@contract
+def traced_again() -> None:
+    """A graph of Dynamo is traced once more, from the values it was traced from, behind its
+    compiling: in its joint graph nothing reads the gradient of a result that is left out, and all
+    else is as before. Sizes stay dynamic, and no more is assumed of them."""
+    kept: list[fx.GraphModule] = []
+
+    def keeping(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        kept.append(gm)
+        return private.aot_backend(as_it_is, as_it_is, as_it_is, default_partition)(gm, inputs)
+
+    call = torch.compile(lambda x: (x * 3, x.sin(), x.cos()), backend=keeping, dynamic=True)
+    call(torch.ones(5, 3, requires_grad=True))
+    inputs = private.traced_inputs(kept[0])
+    assert inputs is not None
+    reads = {}
+    for left_out in ([], [1], [0, 2]):
+
+        def trace(backend: Callable[..., Any], left_out: Sequence[int] = left_out) -> None:
+            with private.traced_again(inputs, left_out):
+                backend(kept[0], list(inputs))
+
+        (graph,) = _traced_jointly(trace)
+        places = [n for n in graph.find_nodes(op="placeholder") if private.is_tangent(n)]
+        reads[tuple(left_out)] = [bool(place.users) for place in places]
+        assert any(isinstance(n, torch.SymInt) for n in places[0].meta["val"].size())
+    assert reads == {
+        (): [True, True, True],
+        (1,): [True, False, True],
+        (0, 2): [False, True, False],
+    }
+    (x,) = (value for value in inputs if isinstance(value, torch.Tensor))
+    with private.traced_again(inputs, []), pytest.raises(RuntimeError):
+        bool(x.shape[0] == 7)
+    assert x.shape[0] != 7, "and outside it is asked as ever"
+
+
+@contract
+def traced_inputs() -> None:
+    """Not of a graph that no Dynamo traced."""
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    assert private.traced_inputs(fx.GraphModule(torch.nn.Module(), graph)) is None
+
+
+@contract
 def keeps_tangents() -> None:
     """As it is: whoever runs the backward lets go of the gradient that it was called with, and
     looks whether that is alive."""
-    from functorch.compile import default_partition
-
     kept: list[bool] = []
 
     def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:

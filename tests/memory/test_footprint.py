@@ -4,7 +4,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -156,11 +156,11 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     callers: dict[int, list[int]] = {}
     running: deque[Region] = deque()
     graphs: list[tuple[fx.GraphModule, GraphPlan, Phase]] = []
-    build, arrange, partition = backend.program_of, backend.arrange, backend._Graph.partition
+    build, arrange, cut = backend.program_of, backend.arrange, backend._Graph._cut
     compute, run = executor.compute, executor.Executor.run
 
     def parted(self: Any, joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        made = partition(self, joint, *args, **kwargs)
+        made = cut(self, joint, *args, **kwargs)
         held = footprint(joint.graph, self.plan.params)
         kept[id(self.plan)] = held.handed_over(n.name for n in held.nodes)
         saved[id(self.plan)] = {
@@ -223,7 +223,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
     monkeypatch.setattr(backend, "program_of", built)
     monkeypatch.setattr(backend, "arrange", arranged)
-    monkeypatch.setattr(backend._Graph, "partition", parted)
+    monkeypatch.setattr(backend._Graph, "_cut", parted)
     monkeypatch.setattr(executor.Executor, "run", ran)
     monkeypatch.setattr(executor, "compute", computed)
     with meter:
@@ -323,6 +323,30 @@ def test_values_scattered_into_one_that_came_back_take_its_bytes_alone(monkeypat
     for _ in range(2):
         pair.plain(x).backward()
     assert pair.same()
+
+
+class WithMore(nn.Module):
+    """A model with its loss, that returns more: its backward alone reads a value that is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.body(x).tanh())
+        return logits.logsumexp(-1).mean(), (logits * 2).sin()
+
+
+def test_gradients_of_results_that_are_not_differentiated_take_no_memory(monkeypatch):
+    pair = twins(WithMore())
+    with watched(monkeypatch) as found:
+        walked_twice(replace(pair, call=lambda x: pair.call(x)[0]), found, torch.randn(32, 16))
+    whole, walked = (s for s, phase in found.phases.items() if phase is Phase.BACKWARD)
+    tangents = [
+        [v.nbytes for v in found.held[backward].values if is_tangent(v.maker)]
+        for backward in (whole, walked)
+    ]
+    assert tangents == [[4, 32 * 64 * 4], [4]], "of the loss alone"
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "handed over"])

@@ -7,7 +7,7 @@ of each call.
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from traceback import walk_tb
@@ -25,6 +25,7 @@ from zcompile.frontend.recompiles import remember_frame
 from zcompile.frontend.shared_results import first, return_shared
 from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
+from zcompile.frontend.undefined_gradients import Backwards, Fewer, Tracing, takes_undefined
 from zcompile.ir import ops
 from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
@@ -36,9 +37,11 @@ from zcompile.ir.torch_compat import (
     cut,
     dynamo_goes_on,
     ends_compiling,
+    hand_on_undefined,
     handle_input,
     hint,
     is_symbol,
+    is_tangent,
     let_backward_run_again,
     mutated_positions,
     next_sequence_number,
@@ -63,8 +66,10 @@ from zcompile.passes.narrow_params import (
     reading_copies,
     with_copy_entries,
 )
-from zcompile.passes.pipeline import pipeline, run
+from zcompile.passes.pipeline import DECIDED, decided, pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
+from zcompile.passes.reduce_grads import sinks as handles_of
+from zcompile.passes.undefined_gradients import TracedJoint, Unfit, check_saved, fit, named_alike
 from zcompile.runtime.eager.tensor import TieredTensor, hand_on
 from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
@@ -76,6 +81,10 @@ from zcompile.verify.schedule import verify_schedule
 
 log = logging.getLogger("zcompile.frontend.backend")
 
+CPU = torch.device("cpu")
+UNDEFINED = "undefined-gradients"
+"""What `stats` names where undefined gradients are zeros."""
+ZEROS = "results that are not differentiated have gradients of zeros, as the graph was traced"
 MOST_LOGGED = 4
 """Most places of a graph that a line of the log names; `stats` names all."""
 NOMINAL_MACHINE = "a100-80gb"
@@ -114,6 +123,8 @@ def zinf(
         remember_frame(session)
         results = return_shared(gm)
         keep_tiered_from_higher_order(gm)
+    if config.regions != "inductor" and (session is None or session.fabric is None):
+        graph.tracing = Tracing.of(gm, session.device.torch_device if session else CPU)
     backend = aot_backend(graph.forward, graph.backward, graph.inference, graph.partition, FORMULAS)
     with (
         working(watch.name) as graph.work,
@@ -142,9 +153,7 @@ def zinf(
                 'around it one by one (block.compile(backend="zinf")); without torch.compile the '
                 "offloaded model runs as it is, but slower",
             ) from error
-    if session is None:
-        return compiled
-    followed = _followed(compiled, _weakly(session))
+    followed = _followed(compiled, _weakly(session), graph)
     return followed if results is None else first(results, followed)
 
 
@@ -212,8 +221,13 @@ Weakly = Callable[[], Session | None]
 class _Graph:
     """One graph from Dynamo on its way to schedules; AOTAutograd calls the methods in order.
 
-    reached  whether it has called the first: torch's own tracing is done
-    work     what is shown of it while it is compiled
+    started          the plan before the passes
+    traced           what the joint graph was before the passes
+    tracing          what it is traced again from, where results are not differentiated; None: it
+                     is not
+    takes_undefined  whether its backward may be called with None for the gradients of some results
+    reached          whether it has called the first: torch's own tracing is done
+    work             what is shown of it while it is compiled
     """
 
     specs: Mapping[int, ParamSpec]
@@ -224,6 +238,10 @@ class _Graph:
     sinks: Mapping[NodeName, int] = field(default_factory=dict)
     joint: fx.Graph | None = None
     saved: frozenset[str] = frozenset()
+    started: GraphPlan | None = None
+    traced: TracedJoint | None = None
+    tracing: Tracing | None = None
+    takes_undefined: bool = False
     reached: bool = False
     work: Work = field(default_factory=lambda: Work("a graph"))
     largest: dict[str, int] = field(default_factory=dict)
@@ -233,8 +251,19 @@ class _Graph:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Run the passes on the joint graph, then cut it by phase."""
+        tangents = [node for node in joint.graph.find_nodes(op="placeholder") if is_tangent(node)]
+        if self.tracing is not None and len(tangents) > 1:
+            self.traced = TracedJoint.of(joint, num_fwd_outputs)
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = _contributions(joint.graph, self.plan)
+        forward, backward = self._cut(joint, num_fwd_outputs)
+        self.takes_undefined = self.traced is not None and takes_undefined(backward.graph)
+        return forward, backward
+
+    def _cut(
+        self, joint: fx.GraphModule, num_fwd_outputs: int
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        assert self.plan is not None
         saved: list[fx.Node] = []
         symbols: list[fx.Node] = []
         for node in joint.graph.nodes:
@@ -255,7 +284,70 @@ class _Graph:
         return self._executable(gm, Phase.FORWARD, "forward", self.sinks)
 
     def backward(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._executable(gm, Phase.BACKWARD, "backward", {})
+        whole = self._executable(gm, Phase.BACKWARD, "backward", {})
+        if not self.takes_undefined:
+            return whole
+        make = partial(self._without, gm.graph)
+        return boxed(Backwards(gm.graph, whole, make, self._tell_of_zeros))
+
+    def _without(self, backward: fx.Graph, left_out: Collection[int]) -> Fewer | str:
+        """The backward of a graph traced without gradients of some results; or why there is none.
+
+        backward  of all gradients
+        """
+        assert self.plan is not None
+        assert self.tracing is not None
+        if self.plan.cuts or self.plan.slices or self.plan.batch or self.plan.roundings:
+            return "parts of it run in tiles or slices"
+        with working(f"tracing {self.watch.name} for the results that are differentiated"):
+            made = self.tracing.without(left_out, partial(self._fewer, backward))
+        try:
+            if isinstance(made, Exception):
+                raise made
+            graph, gm = made
+            call = graph._executable(gm, Phase.BACKWARD, "backward", {})
+        except Exception as error:  # noqa: BLE001  # on purpose: of any class; zeros are right, too
+            lines = str(error).strip().splitlines()
+            return f"{type(error).__name__}: {lines[0] if lines else ''}"
+        return Fewer(call, [node.name for node in gm.graph.find_nodes(op="placeholder")])
+
+    def _fewer(
+        self, backward: fx.Graph, joint: fx.GraphModule, num_fwd_outputs: int
+    ) -> tuple["_Graph", fx.GraphModule]:
+        """A joint graph that was traced again, with what was decided, and its backward.
+
+        raises  Unfit, and what passes raise
+        """
+        assert self.plan is not None
+        assert self.joint is not None
+        assert self.traced is not None
+        assert self.started is not None
+        plan = replace(
+            self.started,
+            activations=self.plan.activations,
+            activation_cost=self.plan.activation_cost,
+        )
+        joint = named_alike(joint, self.traced, num_fwd_outputs)
+        fit(joint, self.traced, handles_of(joint.graph, plan), plan.params)
+        assign_phases(joint.graph, num_fwd_outputs)
+        plan = run(joint, plan, decided(self.config), given=DECIDED)
+        if plan.beside.nbytes > self.plan.beside.nbytes:
+            raise Unfit("it holds more than the device has room for beside what is fetched")
+        plan = replace(plan, beside=self.plan.beside, budget_bytes=self.plan.budget_bytes)
+        fewer = replace(self, plan=plan)
+        _, gm = fewer._cut(joint, num_fwd_outputs)
+        check_saved(joint.graph, gm.graph, self.joint, backward)
+        return fewer, gm
+
+    def _tell_of_zeros(self, why: str) -> None:
+        """Say that results which nobody differentiates have gradients of zeros."""
+        assert self.plan is not None
+        if self.plan.roundings:
+            return  # it is told already that bits may differ
+        told = Rounding(UNDEFINED, self.watch.name, f"{ZEROS}: {why}")
+        _log_roundings(self.watch.name, [told])
+        if (session := self.session()) is not None:
+            session.inexact[told.where, told.by] = told.why
 
     def inference(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.plan = self._passes(gm, None)
@@ -276,8 +368,8 @@ class _Graph:
         assign_phases(gm.graph, forward_outputs)
         around = None if session is None else cache(partial(activation_budget, session))
         before = GraphMemory(session.split.expected_bytes if session is not None else 0)
-        plan = GraphPlan(params, budget, before)
-        plan = self._run(gm, plan, around)
+        self.started = GraphPlan(params, budget, before)
+        plan = self._run(gm, self.started, around)
         # What the session tells of its graphs.
         shared = [plan.params[NodeName(name)] for name in plan.cuts or ()]
         tiled = [param.name for param in shared if param.share is not None]
@@ -362,8 +454,8 @@ class _Graph:
 
         def counted(sizes: Sizes) -> MemoryProfile:
             if told_as == "forward":  # whose backward may not be told all of them
-                seen = self.largest.items()
-                self.largest = {**sizes, **{n: max(k, sizes.get(n, k)) for n, k in seen}}
+                for name, largest in sizes.items():
+                    self.largest[name] = max(largest, self.largest.get(name, largest))
             return count(sizes_as({**self.largest, **sizes}))
 
         return boxed(_bound(self.session, SizedSchedule(schedule, reader, counted).at))
@@ -555,16 +647,18 @@ def _weakly(session: Session | None) -> Weakly:
     return weakref.ref(session) if session is not None else lambda: None
 
 
-def _followed(compiled: Callable[..., Any], session: Weakly) -> Callable[..., Any]:
-    """`compiled`; after each call its gradients know by which node of autograd they will come."""
+def _followed(compiled: Callable[..., Any], session: Weakly, graph: _Graph) -> Callable[..., Any]:
+    """`compiled`; after each call its gradients know by which node of autograd they will come, and
+    that node hands on which of its own are undefined."""
 
     def call(*args: Any) -> Any:
         since = next_sequence_number()
         results = compiled(*args)
+        node = cache(lambda: node_of_call(results, since) or node_of_call(args, since))
+        if graph.takes_undefined and (found := node()) is not None:
+            hand_on_undefined(found)
         if (alive := session()) is not None:
-            alive.gradients.expect_from(
-                lambda: node_of_call(results, since) or node_of_call(args, since)
-            )
+            alive.gradients.expect_from(node)
         return results
 
     return call

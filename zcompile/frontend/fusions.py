@@ -16,17 +16,17 @@ import json
 import logging
 import os
 import stat
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from zcompile.config import Config
 from zcompile.errors import CompilerMissing
+from zcompile.frontend.own_thread import on_own_thread
 from zcompile.ir.fusions import Fused, computes, copied, made_by, read_by, refusal_of
 from zcompile.ir.graph import is_subgraph, subgraph_of
 from zcompile.ir.regions import structure, structure_of_graph
@@ -42,11 +42,8 @@ from zcompile.ir.torch_compat import (
 )
 from zcompile.runtime.progress import working
 from zcompile.runtime.session import Session
-from zcompile.runtime.transfer.interrupts import deferred_interrupts
 
 log = logging.getLogger("zcompile.frontend.fusions")
-
-T = TypeVar("T")
 
 FORMAT = "3"
 """Counts what is said to Inductor, and how artifacts are kept: with another, none is reused."""
@@ -150,7 +147,7 @@ class FusionCompiler:
             return compiled, facts
 
         with working(f"Inductor compiles fusion {len(self._known) + 1}"):
-            done = _on_a_thread(compile_it, self._device)
+            done = on_own_thread(compile_it, self._device, "zinf-inductor")
         if isinstance(done, Exception):
             return _first_line(done)
         compiled, facts = done
@@ -219,36 +216,6 @@ def _unlike(facts: CompiledFacts, made: Sequence[fx.Node]) -> str | None:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _on_a_thread(work: Callable[[], T], device: torch.device) -> T | Exception:
-    """What `work` returns, or the error it raises, on a thread of its own.
-
-    raises  KeyboardInterrupt, once the thread has ended; a second one at once
-    """
-    done: list[T | Exception] = []
-    ended = threading.Event()  # a thread whose join was interrupted counts as ended (CPython 3.11)
-
-    def run() -> None:
-        try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            done.append(work())
-        except Exception as error:  # noqa: BLE001  # on purpose: of any class; it runs eagerly
-            done.append(error)
-        finally:
-            ended.set()
-
-    thread = threading.Thread(target=run, name="zinf-inductor", daemon=True)
-    try:
-        with deferred_interrupts():  # it has begun, or it has not
-            thread.start()
-        ended.wait()
-    except KeyboardInterrupt:
-        ended.wait()  # torch's settings are changed while it runs
-        raise
-    (result,) = done
-    return result
 
 
 # --- On disk ---

@@ -61,7 +61,8 @@ def stats(model: nn.Module, *, reset: bool = False) -> dict[str, Any]:
                   of all plans within these budgets: the busiest of compute as it was traced,
                   with links idle, and of each link at its rate for the bytes that have to move
     inexact       where results may round otherwise than eager's, since tiles or slices are summed
-                  up: `where` (a weight or module), `by` which pass, `why`; empty: nowhere. What
+                  up, or results that nobody differentiates have gradients of zeros: `where` (a
+                  weight, module or graph), `by` which pass, `why`; empty: nowhere. What
                   torch.compile itself computes otherwise than eager is not listed
     fusions       with regions="inductor": how many `distinct` ones there are, those that were
                   `compiled` (or taken from torch's caches), those `loaded` from beside the run,

@@ -17,8 +17,8 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -243,6 +243,88 @@ def aot_backend(
         decompositions=dict(formulas or {}),
     )
     return backend
+
+
+_left_out: ContextVar[frozenset[int] | None] = ContextVar("_left_out", default=None)
+"""Which gradients of results are left out of the joint graph that is traced on this thread."""
+
+
+@cache
+def _install_left_out() -> None:
+    """Let what AOTAutograd traces as a joint graph differentiate some of its results only."""
+    from torch._functorch._aot_autograd import graph_capture
+
+    capture: Any = graph_capture  # what it imports is no export of it
+    create = capture.create_joint
+
+    def create_joint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        left_out = _left_out.get()
+        if left_out is None:
+            return create(forward, *args, **kwargs)
+
+        @wraps(forward)
+        def differentiating_fewer(*primals: Any) -> Any:
+            (outs, takes_gradient), descs = forward(*primals)
+            number, mask = 0, []
+            for takes in takes_gradient:
+                mask.append(bool(takes) and number not in left_out)
+                number += bool(takes)
+            return (outs, mask), descs
+
+        joint = create(differentiating_fewer, *args, **kwargs)
+
+        @wraps(joint)
+        def with_fewer(primals: Any, tangents: Sequence[Any]) -> Any:
+            return joint(primals, [t for i, t in enumerate(tangents) if i not in left_out])
+
+        with_fewer.handle = joint.handle  # type: ignore[attr-defined]  # torch's, of its function
+        return with_fewer
+
+    capture.create_joint = create_joint
+
+
+@contextmanager
+def traced_again(inputs: Sequence[Any], left_out: Collection[int]) -> Iterator[None]:
+    """Within, on this thread, AOTAutograd traces graphs of Dynamo from the values `inputs` of an
+    earlier tracing; in the joint graph the results at the positions `left_out`, among those that
+    take gradients, have none: their gradients are inputs that nothing reads.
+
+    raises  RuntimeError, within, where tracing would assume more of dynamic sizes than before
+    """
+    _install_left_out()
+    (mode,) = {value.fake_mode for value in _fakes(inputs)}
+    outside = _left_out.set(frozenset(left_out))
+    try:
+        with ExitStack() as stack:
+            if hasattr(mode.shape_env, "error_on_new_guards"):
+                stack.enter_context(mode.shape_env.error_on_new_guards())
+            stack.enter_context(_tracing(TracingContext(mode)))
+            yield
+    finally:
+        _left_out.reset(outside)
+
+
+def traced_inputs(gm: fx.GraphModule) -> list[Any] | None:
+    """What the inputs of a graph of Dynamo are traced as; None where that is not known, or nothing
+    could be traced again from it."""
+    places = gm.graph.find_nodes(op="placeholder")
+    inputs = [place.meta.get("example_value") for place in places]
+    if any(value is None for value in inputs) or len({v.fake_mode for v in _fakes(inputs)}) != 1:
+        return None
+    sizes = [n for value in _fakes(inputs) for n in (*value.size(), *value.stride())]
+    (mode,) = {value.fake_mode for value in _fakes(inputs)}
+    watched = hasattr(mode.shape_env, "error_on_new_guards")  # not by every release
+    return inputs if watched or all(isinstance(n, int) for n in sizes) else None
+
+
+def _fakes(values: Iterable[Any]) -> Iterator[Any]:
+    """The fake tensors among values, and those within tensors of a subclass."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            yield value
+        elif isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            yield from _fakes(getattr(value, name) for name in names)
 
 
 def let_backward_run_again() -> None:
@@ -695,6 +777,25 @@ def tangent_of(node: fx.Node) -> object:
     """What the output whose gradient a placeholder carries is described by; None of any other."""
     desc = node.meta.get("desc")
     return desc.output if isinstance(desc, TangentAOTInput) else None
+
+
+def is_part_of_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder carries a part of a gradient that is of a subclass."""
+    desc = node.meta.get("desc")
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        desc = desc.base
+        if isinstance(desc, TangentAOTInput):
+            return True
+    return False
+
+
+def hand_on_undefined(node: Any) -> None:
+    """Let the backward of a compiled call, which `node` of autograd will run, be called with None
+    for the gradients that are undefined; with zeros otherwise.
+
+    As a custom function asks for it in its forward; autograd looks it up when it runs the node.
+    """
+    node.set_materialize_grads(False)
 
 
 def keeps_tangents() -> bool:

@@ -36,12 +36,18 @@ def sizes_as(sizes: Sizes) -> Size:
 class SizeReader:
     """Reads dynamic sizes off the inputs of a call.
 
-    names  of the symbols that the inputs give, in the order in which `read` returns their sizes
+    passed_over  which inputs a call may have without a value
+    names        of the symbols that the inputs give, in the order in which `read` returns their
+                 sizes
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(
+        self, graph: fx.Graph, passed_over: Callable[[fx.Node], bool] = lambda node: False
+    ) -> None:
         places: dict[str, tuple[int, int | None]] = {}
         for register, node in enumerate(graph.find_nodes(op="placeholder")):
+            if passed_over(node):
+                continue
             for name, dim in _said(node.meta.get("val")):
                 if dim is None or name not in places:
                     places[name] = register, dim

@@ -75,17 +75,7 @@ def pipeline(
     by_kernels  whether kernels of our own compute tiles of a loss; None: as `config` says for here
     """
     fused = config.tiles_by_kernels if by_kernels is None else by_kernels
-    tile_bytes = _tile_bytes(config)
-    gathered = (
-        GatherParams(),  # one gather per parameter and phase, before its first reader
-        # what is only read after a cast comes in that dtype
-        NarrowParams(config.param_dtype, alike=config.may_keep_wholes),
-        ReleaseParams(),  # full -> nothing, after its last reader
-        # gradient -> home tier, as soon as it is made; a commit holds it as the optimizer reads it
-        ReduceGrads(narrow=not config.durable),
-        FindFusions(config.regions == "inductor"),  # compute between library calls, in one piece
-        CutRegions(),  # compute between our ops, numbered
-    )
+    tile_bytes, gathered = _tile_bytes(config), _gathered(config)
     tiles = TileMatmuls(tile_bytes)
     rewrite = PlanActivations()
     activations = ChooseActivations(config.activations, around, Trial((rewrite, *gathered), tried))
@@ -107,6 +97,29 @@ def pipeline(
     )
 
 
+def _gathered(config: Config) -> tuple[Pass, ...]:
+    return (
+        GatherParams(),  # one gather per parameter and phase, before its first reader
+        # what is only read after a cast comes in that dtype
+        NarrowParams(config.param_dtype, alike=config.may_keep_wholes),
+        ReleaseParams(),  # full -> nothing, after its last reader
+        # gradient -> home tier, as soon as it is made; a commit holds it as the optimizer reads it
+        ReduceGrads(narrow=not config.durable),
+        FindFusions(config.regions == "inductor"),  # compute between library calls, in one piece
+        CutRegions(),  # compute between our ops, numbered
+    )
+
+
+def decided(config: Config) -> tuple[Pass, ...]:
+    """The passes that follow where all is decided, nothing is cut and nothing fused: a plan says
+    what becomes of activations."""
+    return (PlanActivations(), *_gathered(config), SplitBudget())
+
+
+DECIDED = frozenset({Fact.PHASES_ASSIGNED, Fact.ACTIVATIONS_CHOSEN})
+"""What holds before the passes of `decided`."""
+
+
 def run(
     joint: fx.GraphModule,
     plan: GraphPlan,
@@ -114,13 +127,15 @@ def run(
     *,
     watch: Watch = SILENT,
     begins: Callable[[int, str], None] = lambda step, name: None,
+    given: frozenset[Fact] = frozenset({Fact.PHASES_ASSIGNED}),
 ) -> GraphPlan:
     """Run `passes` over a graph whose phases are assigned (`graph.assign_phases`).
 
+    given   what holds before the first
     begins  is called before each pass, with how many are done and its name
     raises  PassOrder, GraphInvalid, and whatever a pass says of the user's wishes
     """
-    facts = {Fact.PHASES_ASSIGNED}
+    facts = set(given)
     plan = replace(plan, traced_work=work_by_phase(joint.graph))
     watch.before(joint.graph, plan)
     for step, pass_ in enumerate(passes, start=1):

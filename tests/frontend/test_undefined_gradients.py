@@ -7,6 +7,7 @@ import copy
 import gc
 import random
 import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 import zcompile
 from zcompile.frontend import backend, undefined_gradients
 from zcompile.frontend.undefined_gradients import Tracing
+from zcompile.runtime.profile import COMPILING
 
 
 @pytest.fixture
@@ -470,6 +472,70 @@ def test_a_tight_budget_makes_again_and_offloads_what_it_did():
 
 
 # --- Where there are zeros ---
+
+
+CONSTANTS = {
+    "picked": lambda h: h[:, torch.tensor([0, 3, 2])],
+    "where": lambda h: torch.where(h > 0, h, torch.tensor(-1e9)),
+    "bf16": lambda h: h * torch.as_tensor([1.5] * 6, dtype=torch.bfloat16),
+    "conjugated": lambda h: (h * torch.tensor([1j] * 6).conj()).real + h,
+}
+
+
+class Constant(nn.Module):
+    """Makes a tensor of numbers in each forward, as position ids and masks are made."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.use = use
+
+    def forward(self, x):
+        h = self.linear(x)
+        return self.use(h).cos().mean(), h
+
+
+@pytest.mark.parametrize("use", CONSTANTS.values(), ids=CONSTANTS)
+def test_graphs_with_tensors_of_numbers_are_differentiated_alone(use):
+    pair = twins(Constant(use))
+    x = torch.randn(4, 8)
+    for call in (pair.plain, pair.call):
+        call(x)[0].backward()
+    assert pair.same()
+    assert_traced_again(pair)
+
+
+def test_a_graph_of_which_no_digest_can_be_made_has_zeros(monkeypatch):
+    monkeypatch.setattr(
+        backend.TracedJoint, "of", MagicMock(side_effect=AssertionError("no digest\nof this"))
+    )
+    pair, x = twins(Heads()), torch.randn(4, 8)
+    for call in (pair.plain, pair.call):
+        call(x)["first"].backward()
+    assert_same_but_for_zeros_or_not_numbers(pair)
+    (row,) = zcompile.stats(pair.model)["inexact"]
+    assert row["why"].endswith("AssertionError: no digest")
+
+
+def test_tracing_again_is_no_part_of_a_step(monkeypatch):
+    working = []
+    without = Tracing.without
+
+    def noting(*args):
+        before = COMPILING.seconds
+        try:
+            return without(*args)
+        finally:
+            working.append((COMPILING.works, before))
+
+    monkeypatch.setattr(Tracing, "without", noting)
+    pair = twins(Heads())
+    x = torch.randn(4, 8)
+    pair.call(x)["first"].backward()
+    ((works, before),) = working
+    assert works
+    assert not COMPILING.works
+    assert COMPILING.seconds > before
 
 
 def test_what_fails_while_it_is_traced_again_is_told_and_has_zeros(monkeypatch, caplog):

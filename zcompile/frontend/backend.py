@@ -74,6 +74,7 @@ from zcompile.runtime.eager.tensor import TieredTensor, hand_on
 from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
 from zcompile.runtime.probe import machine_for
+from zcompile.runtime.profile import COMPILING
 from zcompile.runtime.progress import Work, working
 from zcompile.runtime.session import Session, session_of
 from zcompile.runtime.store.store import Entry
@@ -223,6 +224,7 @@ class _Graph:
 
     started          the plan before the passes
     traced           what the joint graph was before the passes
+    untraced         why that could not be told
     tracing          what it is traced again from, where results are not differentiated; None: it
                      is not
     takes_undefined  whether its backward may be called with None for the gradients of some results
@@ -240,6 +242,7 @@ class _Graph:
     saved: frozenset[str] = frozenset()
     started: GraphPlan | None = None
     traced: TracedJoint | None = None
+    untraced: str = ""
     tracing: Tracing | None = None
     takes_undefined: bool = False
     reached: bool = False
@@ -253,11 +256,15 @@ class _Graph:
         """Run the passes on the joint graph, then cut it by phase."""
         tangents = [node for node in joint.graph.find_nodes(op="placeholder") if is_tangent(node)]
         if self.tracing is not None and len(tangents) > 1:
-            self.traced = TracedJoint.of(joint, num_fwd_outputs)
+            try:
+                self.traced = TracedJoint.of(joint, num_fwd_outputs)
+            except Exception as error:  # noqa: BLE001  # on purpose: of any class; zeros are right, too
+                self.untraced = _in_a_line(error)
         self.plan = self._passes(joint, num_fwd_outputs)
         self.sinks = _contributions(joint.graph, self.plan)
         forward, backward = self._cut(joint, num_fwd_outputs)
-        self.takes_undefined = self.traced is not None and takes_undefined(backward.graph)
+        may = self.traced is not None or bool(self.untraced)
+        self.takes_undefined = may and takes_undefined(backward.graph)
         return forward, backward
 
     def _cut(
@@ -297,18 +304,22 @@ class _Graph:
         """
         assert self.plan is not None
         assert self.tracing is not None
+        if self.untraced:
+            return self.untraced
         if self.plan.cuts or self.plan.slices or self.plan.batch or self.plan.roundings:
             return "parts of it run in tiles or slices"
-        with working(f"tracing {self.watch.name} for the results that are differentiated"):
-            made = self.tracing.without(left_out, partial(self._fewer, backward))
+        COMPILING.begins()  # it is no part of a step
         try:
+            with working(f"tracing {self.watch.name} for the results that are differentiated"):
+                made = self.tracing.without(left_out, partial(self._fewer, backward))
             if isinstance(made, Exception):
                 raise made
             graph, gm = made
             call = graph._executable(gm, Phase.BACKWARD, "backward", {})
         except Exception as error:  # noqa: BLE001  # on purpose: of any class; zeros are right, too
-            lines = str(error).strip().splitlines()
-            return f"{type(error).__name__}: {lines[0] if lines else ''}"
+            return _in_a_line(error)
+        finally:
+            COMPILING.ends()
         return Fewer(call, [node.name for node in gm.graph.find_nodes(op="placeholder")])
 
     def _fewer(
@@ -535,6 +546,12 @@ class _Graph:
         if not schedule.trains:
             return memory_profile(schedule, held)
         return replace(memory_profile(schedule, held, kept), ahead_bytes=joint.peak)
+
+
+def _in_a_line(error: Exception) -> str:
+    """The class of an error, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _summing_alone(exchanging: Schedule, config: Config) -> Schedule:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from zcompile.ir.torch_compat import is_tangent
+from zcompile.ir.torch_compat import is_tangent, without_modes
 
 
 def needed(results: Iterable[object]) -> list[fx.Node]:
@@ -80,8 +80,9 @@ def _target(gm: fx.GraphModule, node: fx.Node) -> str:
     if isinstance(found, fx.GraphModule):  # that an op is given
         return "\n".join(digests(found, list(found.graph.nodes), by_position))
     if isinstance(found, Tensor):
-        raw = found.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return hashlib.sha256(raw.numpy().data).hexdigest()
+        with without_modes():  # torch traces, and would take it for a value of the graph
+            raw = found.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            return hashlib.sha256(raw.view(torch.uint8).numpy().data).hexdigest()
     return repr(found)
 
 

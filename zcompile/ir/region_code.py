@@ -4,12 +4,13 @@ Strides decide what is traced: a formula of autograd leaves out a copy that it m
 contiguous. They are those of torch's fake kernels, and of ops that users register those of theirs;
 where a real kernel lays its result out otherwise, an op behind it may read memory in a wrong order,
 without a word. What is known of torch's own ops stands in `ir/eager_layouts.py`; this is the net
-below it. Kernels choose a layout by what they are given, so that one look is enough: at the first
-run of a region. Where a result lies otherwise, those who take its layout for granted get a copy
-that lies as told from then on, and it is said once for each op.
+below it: regions look when they first run. Where a result of torch's lies otherwise, those who take
+its layout for granted get a copy that lies as told from then on. A user's op may choose its layout
+by the sizes of a call: its results are looked at in each. It is said once for each op.
 """
 
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from operator import getitem
@@ -64,7 +65,7 @@ class Maker(NamedTuple):
     """The op that makes a result, whose kernel chooses how that lies.
 
     leaves  what takes that for granted is outside of the region, too
-    others  it is a user's, who is told
+    others  it is a user's, who is told; its kernel may choose by the sizes of each call
     to_all  all readers are given a copy: a user's op is taken at its word, and so are fusions. Of
             torch's own others round by the layout as in eager PyTorch
     """
@@ -83,13 +84,11 @@ def maker_of(node: fx.Node, inside: Container[fx.Node]) -> Maker | None:
 
     inside  the nodes of its region
     """
-    value, maker, position = node.meta.get("val"), node, 0
-    if not _is_plain(value) or value.dim() < 2:
+    value, maker = node.meta.get("val"), node
+    if not _is_plain(value) or value.dim() < 2 or _hands_on(node):
         return None
     if node.target is getitem:
-        maker, position = node.args  # type: ignore[assignment]  # of a tuple
-    if _hands_on(maker, position):
-        return None
+        (maker, _) = node.args  # type: ignore[assignment]  # of a tuple
     if maker.target in LAYOUTS and all(user.target in _COPIES for user in node.users):
         return None
     readers = [user for user in node.users if trusts(user)]
@@ -109,6 +108,8 @@ def trusts(node: fx.Node) -> bool:
 
 def _hands_on(node: fx.Node, position: int = 0) -> bool:
     """Whether a result of an op is what it was given, or a view of that."""
+    if node.target is getitem and isinstance(node.args[0], fx.Node):
+        return _hands_on(node.args[0], int(node.args[1]))  # type: ignore[arg-type]  # a position
     schema = getattr(node.target, "_schema", None)  # none: a fusion, an op with graphs of its own
     if schema is None or not schema.returns:
         return False
@@ -138,12 +139,13 @@ class RegionCode:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self._code: Any = None
-        self._looked = False
+        self._looked, self._looking = False, threading.Lock()
 
     def __call__(self, *given: Any) -> tuple[Any, ...]:
         if not self._looked:
-            results = self._first_run(given)
-            self._looked = True
+            with self._looking:  # which writes to the graph
+                results = self._first_run(given)
+                self._looked = True
             return results
         if self._code is None:
             self._code = fx.GraphModule(torch.nn.Module(), self.graph).forward
@@ -167,9 +169,10 @@ class RegionCode:
             called = getattr(args[0], node.target) if node.op == "call_method" else node.target
             result = called(*(args[1:] if node.op == "call_method" else args), **kwargs)
             del args, kwargs, called
-            maker = node.meta.get(MAKER)
-            if maker is not None and (order := _stray(node.meta["val"], result)) is not None:
-                _tell(maker, node.meta["val"], result)
+            maker, order = node.meta.get(MAKER), None
+            if maker is not None:
+                order = _order_told(node.meta["val"], result)
+            if order is not None and (maker.others or not is_laid_out(result, order)):
                 self._copy_behind(node, maker, order)
                 ends = _last_readers(self.graph)
             values[node] = result
@@ -179,9 +182,9 @@ class RegionCode:
         return results
 
     def _copy_behind(self, node: fx.Node, maker: Maker, order: Order) -> None:
-        """Give a copy that lies as told to those who take that for granted."""
+        """Give what lies as told to those who take that for granted."""
         with self.graph.inserting_after(node):
-            laid = self.graph.call_function(as_ordered, (node, tuple(order)))
+            laid = self.graph.call_function(as_told, (node, tuple(order), maker.name, maker.others))
         laid.meta["val"] = node.meta["val"]
         del node.meta[MAKER]  # a region that this one is joined to has the copy as well
         for user in [user for user in node.users if user is not laid]:
@@ -202,22 +205,28 @@ def _last_readers(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return ends
 
 
-def _stray(told: Tensor, result: Any) -> Order | None:
-    """In which order of dimensions a result was told to lie that lies otherwise.
+def as_told(value: Tensor, order: Order, maker: str, others: bool) -> Tensor:
+    """A value if it is dense and in this order, else a copy that is."""
+    if is_laid_out(value, order):
+        return value
+    _tell(maker, others, value, order)
+    return as_ordered(value, order)
 
-    None also for results that were told to have gaps, or elements that share memory: no op but
-    views is known to make those.
+
+def _order_told(told: Tensor, result: Any) -> Order | None:
+    """The order of dimensions in which a result was told to lie in memory.
+
+    None for results that were told to have gaps, or elements that share memory: no op but views is
+    known to make those.
     """
     if not _is_plain(result) or told.dim() != result.dim():
         return None
     strides = [hint(stride) for stride in told.stride()]
-    if strides == list(result.stride()):
-        return None
     order = sorted(range(told.dim()), key=strides.__getitem__, reverse=True)
     dense = dense_strides([hint(size) for size in told.size()], order)
     if any(n != m for n, m, size in zip(strides, dense, told.size(), strict=True) if size != 1):
         return None
-    return None if is_laid_out(result, order) else order
+    return order
 
 
 def _is_plain(value: Any) -> TypeGuard[Tensor]:
@@ -225,19 +234,19 @@ def _is_plain(value: Any) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
 
 
-def _tell(maker: Maker, told: Tensor, result: Tensor) -> None:
+def _tell(maker: str, others: bool, result: Tensor, order: Order) -> None:
     """Say once for each op that its results are copied; to who wrote it, as a warning."""
-    if maker.name in _told:
+    if maker in _told:
         return
-    _told.add(maker.name)
+    _told.add(maker)
     log.log(
-        logging.WARNING if maker.others else logging.INFO,
+        logging.WARNING if others else logging.INFO,
         "%s gives a result with strides %s, and told of %s while it was traced: it is copied each "
         "time, so that what was traced behind it is right%s",
-        maker.name,
+        maker,
         tuple(result.stride()),
-        tuple(hint(stride) for stride in told.stride()),
+        tuple(dense_strides(result.shape, order)),
         "; its fake kernel (torch.library.register_fake) should lay results out as its kernel does"
-        if maker.others
+        if others
         else "",
     )

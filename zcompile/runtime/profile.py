@@ -506,6 +506,11 @@ class Compiling:
             self.seconds += perf_counter() - self._began
             self._began = None
 
+    @property
+    def works(self) -> bool:
+        """Whether it is at work now."""
+        return self._began is not None
+
     def without(self) -> float:
         """Seconds of the host's clock without those of `torch.compile`."""
         return perf_counter() - self.seconds

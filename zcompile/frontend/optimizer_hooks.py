@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 
 from zcompile.checkpoint import durable
 from zcompile.frontend.ranks import refuse_ranks
-from zcompile.ir.ties import Same
+from zcompile.ir.ties import Dead, Same, Tie, tie_to
 from zcompile.ir.torch_compat import resume_tracing, stop_tracing
 from zcompile.ir.types import EntryKind, Layout
 from zcompile.runtime.changes import CHANGES
@@ -41,19 +41,25 @@ _States = Collection[dict[str, Any]]
 class _Named(NamedTuple):
     """The states of an optimizer that have names.
 
+    whose   the optimizer, weakly
     mark    of `CHANGES`, when they got them
     known   the entry of each parameter, weakly
     keys    by which the optimizer knows the states, of one parameter after the other
     states  tells whether tensors are those
     """
 
+    whose: Tie
     mark: object
     known: Sequence[object]
     keys: list[str]
     states: Same
 
 
-_NAMED: WeakKeyDictionary[torch.optim.Optimizer, _Named] = WeakKeyDictionary()
+_NAMED: dict[int, _Named] = {}
+"""The identity of an optimizer -> its states, until it has died: a dictionary with weak keys would
+lose an interrupt that comes while it forgets one."""
+_GONE = Dead()
+"""Of optimizers that have died, by identity, what referred to them."""
 
 
 def watch() -> None:
@@ -210,7 +216,17 @@ def _name_states(optimizer: torch.optim.Optimizer, tiered: list[TieredTensor]) -
             at_home &= isinstance(value, Tensor) and not _is_foreign_state(value, param)
     if at_home:
         known = [param._known for param in tiered]
-        _NAMED[optimizer] = _Named(CHANGES.mark, known, keys, Same(values))
+        _forget_gone()
+        whose = tie_to(optimizer, _GONE, id(optimizer))
+        _NAMED[id(optimizer)] = _Named(whose, CHANGES.mark, known, keys, Same(values))
+
+
+def _forget_gone() -> None:
+    while _GONE:
+        gone = _GONE.popleft()
+        found = _NAMED.get(gone.mark)
+        if found is not None and found.whose is gone:
+            del _NAMED[gone.mark]
 
 
 def _are_as_before(
@@ -218,8 +234,8 @@ def _are_as_before(
 ) -> bool:
     """Whether parameters have the states that they had when the last step ended: each of those is
     in the store, unless it is one number, and has its name."""
-    before = _NAMED.get(optimizer)
-    if before is None or before.mark is not CHANGES.mark:
+    before = _NAMED.get(id(optimizer))
+    if before is None or before.whose() is not optimizer or before.mark is not CHANGES.mark:
         return False
     if before.known != [param._known for param in tiered]:
         return False

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from offloaded import twins
-from torch import nn
+from torch import library, nn
 
 import zcompile
 from zcompile.frontend import backend, undefined_gradients
@@ -204,7 +204,7 @@ def test_results_of_a_subclass_are_differentiated_with_zeros_as_torch_does():
 # --- What reads memory as it lies, and what decides by whether there is a gradient ---
 
 
-@torch.library.custom_op("zinf_tests::as_it_lies", mutates_args=())
+@library.custom_op("zinf_tests::as_it_lies", mutates_args=())
 def as_it_lies(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous() * 2
 
@@ -214,7 +214,7 @@ def _(x):
     return torch.empty(x.shape)
 
 
-@torch.library.custom_op("zinf_tests::as_it_lies_backward", mutates_args=())
+@library.custom_op("zinf_tests::as_it_lies_backward", mutates_args=())
 def as_it_lies_backward(gradient: torch.Tensor) -> torch.Tensor:
     """Of zeros no zeros, and of memory that is turned another result."""
     flat = torch.as_strided(gradient, (gradient.numel(),), (1,))

@@ -7,7 +7,7 @@ from operator import getitem
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx, library, nn
 
 import zcompile
 from zcompile.ir import region_code
@@ -23,7 +23,7 @@ LAST = torch.empty(SIZE, memory_format=torch.channels_last)
 NAMES = iter(range(1000))
 
 
-@torch.library.custom_op("region_code::doubled", mutates_args=())
+@library.custom_op("region_code::doubled", mutates_args=())
 def doubled(value: Tensor) -> Tensor:
     return (value * 2).contiguous()
 
@@ -33,7 +33,7 @@ def _(value):
     return torch.empty_like(value)  # with the strides of `value`, which the kernel does not keep
 
 
-@torch.library.custom_op("region_code::both", mutates_args=())
+@library.custom_op("region_code::both", mutates_args=())
 def both(value: Tensor) -> tuple[Tensor, Tensor]:
     return value.contiguous() + 1, (value - 1).contiguous(memory_format=torch.channels_last)
 
@@ -216,7 +216,7 @@ def test_a_part_of_a_result_is_a_view_of_it():
     assert torch.equal(flat, value[1].reshape(48))
 
 
-@torch.library.custom_op("region_code::by_size", mutates_args=())
+@library.custom_op("region_code::by_size", mutates_args=())
 def by_size(value: Tensor) -> Tensor:
     last = value.shape[-1] > 4
     return value.clone(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -308,12 +308,12 @@ class Net(nn.Module):
         return self.last(self.norm(swish(self.first(x)))).square().mean()
 
 
-@torch.library.custom_op("region_code::swish", mutates_args=())
+@library.custom_op("region_code::swish", mutates_args=())
 def swish(value: Tensor) -> Tensor:
     return nn.functional.silu(value).contiguous()
 
 
-@torch.library.custom_op("region_code::swish_backward", mutates_args=())
+@library.custom_op("region_code::swish_backward", mutates_args=())
 def swish_backward(grad: Tensor, value: Tensor) -> Tensor:
     return aten.silu_backward(grad.contiguous(), value.contiguous())
 

@@ -221,10 +221,10 @@ def _order_told(told: Tensor, result: Any) -> Order | None:
     """
     if not _is_plain(result) or told.dim() != result.dim():
         return None
-    strides = [hint(stride) for stride in told.stride()]
+    sizes, strides = [*map(hint, told.size())], [*map(hint, told.stride())]
     order = sorted(range(told.dim()), key=strides.__getitem__, reverse=True)
-    dense = dense_strides([hint(size) for size in told.size()], order)
-    if any(n != m for n, m, size in zip(strides, dense, told.size(), strict=True) if size != 1):
+    rows = zip(sizes, strides, dense_strides(sizes, order), strict=True)
+    if any(stride != dense for size, stride, dense in rows if size != 1):
         return None
     return order
 
@@ -246,7 +246,7 @@ def _tell(maker: str, others: bool, result: Tensor, order: Order) -> None:
         maker,
         tuple(result.stride()),
         tuple(dense_strides(result.shape, order)),
-        "; its fake kernel (torch.library.register_fake) should lay results out as its kernel does"
+        "; its fake kernel (register_fake) should lay results out as its kernel does"
         if others
         else "",
     )

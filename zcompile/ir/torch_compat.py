@@ -283,6 +283,10 @@ def _install_left_out() -> None:
     capture.create_joint = create_joint
 
 
+TELLS_OF_GUARDS = hasattr(_ShapeEnv, "error_on_new_guards")
+"""Whether torch says where tracing assumes more of dynamic sizes than before; 2.11 does not."""
+
+
 @contextmanager
 def traced_again(inputs: Sequence[Any], left_out: Collection[int]) -> Iterator[None]:
     """Within, on this thread, AOTAutograd traces graphs of Dynamo from the values `inputs` of an
@@ -296,7 +300,7 @@ def traced_again(inputs: Sequence[Any], left_out: Collection[int]) -> Iterator[N
     outside = _left_out.set(frozenset(left_out))
     try:
         with ExitStack() as stack:
-            if hasattr(mode.shape_env, "error_on_new_guards"):
+            if TELLS_OF_GUARDS and mode.shape_env is not None:
                 stack.enter_context(mode.shape_env.error_on_new_guards())
             stack.enter_context(_tracing(TracingContext(mode)))
             yield
@@ -313,7 +317,7 @@ def traced_inputs(gm: fx.GraphModule) -> list[Any] | None:
         return None
     sizes = [n for value in _fakes(inputs) for n in (*value.size(), *value.stride())]
     (mode,) = {value.fake_mode for value in _fakes(inputs)}
-    watched = hasattr(mode.shape_env, "error_on_new_guards")  # not by every release
+    watched = TELLS_OF_GUARDS and mode.shape_env is not None
     return inputs if watched or all(isinstance(n, int) for n in sizes) else None
 
 

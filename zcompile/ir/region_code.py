@@ -20,15 +20,12 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from zcompile.ir.eager_layouts import LAYOUTS, Order, as_ordered, dense_strides, is_laid_out
+from zcompile.ir.eager_layouts import Order, as_ordered, dense_strides, is_laid_out
 from zcompile.ir.printer import target_of
 from zcompile.ir.torch_compat import Dispatched, hint
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)
-
-_COPIES = frozenset({aten.clone.default, aten.permute.default})
-"""What begins the copy that is traced behind an op of `LAYOUTS`."""
 
 _TRUSTING = frozenset(
     {
@@ -79,8 +76,8 @@ class Maker(NamedTuple):
 def maker_of(node: fx.Node, inside: Container[fx.Node]) -> Maker | None:
     """The op that makes a traced value, if there is something to look at.
 
-    There is not at a view, at what an op was given and changed, at what is copied next as the
-    kernel lays it out (`LAYOUTS`), and at what nobody takes for granted.
+    There is not at a view, at what an op was given and changed, and at a result of torch's that
+    nobody takes for granted, such as one that is copied next (`LAYOUTS` of `ir/eager_layouts.py`).
 
     inside  the nodes of its region
     """
@@ -89,8 +86,6 @@ def maker_of(node: fx.Node, inside: Container[fx.Node]) -> Maker | None:
         return None
     if node.target is getitem:
         (maker, _) = node.args  # type: ignore[assignment]  # of a tuple
-    if maker.target in LAYOUTS and all(user.target in _COPIES for user in node.users):
-        return None
     readers = [user for user in node.users if trusts(user)]
     others = _is_others(maker)
     if not (readers or others):

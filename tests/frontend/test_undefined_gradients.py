@@ -1,6 +1,6 @@
-"""Results that the caller does not differentiate: gradients of all else are those of eager PyTorch.
+"""Results that the caller does not differentiate: there are the gradients that eager PyTorch has.
 
-Where eager PyTorch has no gradient, torch.compile computes with zeros.
+Where it has none, stock torch.compile computes with zeros.
 """
 
 import copy
@@ -19,6 +19,7 @@ import zcompile
 from zcompile.frontend import backend, undefined_gradients
 from zcompile.frontend.undefined_gradients import Tracing
 from zcompile.ir.torch_compat import TELLS_OF_GUARDS
+from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.profile import COMPILING
 
 DYNAMIC = [
@@ -123,20 +124,13 @@ class Heads(nn.Module):
         }
 
 
-def assert_same_but_for_zeros(pair):
-    """Gradients are bit-equal; ours are zeros, where eager PyTorch has none."""
-    for ours, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        expected = torch.zeros_like(plain) if plain.grad is None else plain.grad
-        assert torch.equal(ours.grad.cpu(), expected)
-
-
-def test_nothing_multiplies_zeros_by_infinity_and_heads_that_are_not_read_get_zeros():
+def test_nothing_multiplies_zeros_by_infinity_and_heads_that_are_not_read_get_no_gradient():
     pair, x = twins(Heads()), torch.randn(4, 8)
     pair.plain(x)["first"].backward()
     pair.call(x)["first"].backward()
-    assert_same_but_for_zeros(pair)
-    assert pair.plain.second.weight.grad is None
-    assert pair.plain.scale.grad is None
+    assert pair.same()
+    assert pair.model.second.weight.grad is None
+    assert pair.model.scale.grad is None
 
 
 @pytest.mark.parametrize("dynamic", DYNAMIC, ids=["static", "dynamic"])
@@ -149,7 +143,7 @@ def test_each_call_may_differentiate_other_results(dynamic):
             loss = sum(results[name].mean() for name in names)
             loss.backward(retain_graph=True)
             loss.backward()
-    assert_same_but_for_zeros(pair)
+    assert pair.same()
     assert len(pair.graphs) == 1
 
 
@@ -166,14 +160,112 @@ def test_training_that_alternates_between_heads_is_bit_equal_under_plans(tmp_pat
         torch.manual_seed(1)
         optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, fused=True)
         for step in range(8):
-            read, other = ("first", "second")[:: 1 if step % 3 else -1]
+            read = "first" if step % 3 else "second"
             called(torch.randn(4, 8))[read].backward()
-            for p in trained.get_submodule(other).parameters():
-                p.grad = None  # as in eager
             optimizer.step()
             optimizer.zero_grad()
     for name, p in plain.named_parameters():
         assert torch.equal(p, model.get_parameter(name).cpu())
+
+
+def test_hooks_are_called_for_parameters_that_get_a_gradient():
+    """autograd comes to all parameters that the graph reads; those of the other head have none."""
+    pair, x = twins(Heads()), torch.randn(4, 8)
+    called = {}
+    for model, call in ((pair.plain, pair.plain), (pair.model, pair.call)):
+        told = called[model] = []
+        for name, p in model.named_parameters():
+            p.register_hook(lambda grad, name=name, told=told: told.append((name, grad.sum())))
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name, told=told: told.append((name, "whole", p.grad.sum()))
+            )
+        for read in ("first", "second", "second"):
+            call(x)[read].backward()
+    assert pair.same()
+    assert {*map(str, called[pair.model])} == {*map(str, called[pair.plain])}
+    assert len(called[pair.model]) == len(called[pair.plain])
+
+
+def test_an_optimizer_in_backward_leaves_the_head_that_is_not_read():
+    pair, x = twins(Heads()), torch.randn(4, 8)
+    for model, call in ((pair.plain, pair.plain), (pair.model, pair.call)):
+        steps = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+        def step(p, steps=steps):
+            steps[p].step()
+            p.grad = None
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for read in ("first", "first", "second", "first"):
+            call(x)[read].backward()
+    assert pair.same()
+
+
+class Twice(nn.Module):
+    """Reads one weight for both results, and one for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.each = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        h = self.both(x)
+        return [part(h).cos().mean() for part in self.each]
+
+
+@pytest.mark.parametrize("reads", [(0, 1), (0, 0), (1, 0, 1)])
+def test_calls_that_feed_one_loss_may_leave_out_different_parameters(reads):
+    """What one call leaves out another brings: hooks see the sum once."""
+    pair = twins(Twice())
+    called = {}
+    xs = [torch.randn(4, 8) for _ in reads]
+    for model, call in ((pair.plain, pair.plain), (pair.model, pair.call)):
+        told = called[model] = []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name, told=told: told.append((name, p.grad.sum().item()))
+            )
+        for _ in range(2):
+            sum(call(x)[read] for x, read in zip(xs, reads, strict=True)).backward()
+    assert pair.same()
+    assert sorted(called[pair.model]) == sorted(called[pair.plain])
+
+
+def test_what_one_call_leaves_out_another_brings_alone(monkeypatch):
+    """Nothing is added up for a parameter of which the rest of a pass brings one contribution."""
+    pair, x = twins(Twice()), torch.randn(4, 8)
+    collected = []
+    collect = Gradients._collect
+
+    def noting(gradients, key, name, *others):
+        collected.append(name)
+        collect(gradients, key, name, *others)
+
+    monkeypatch.setattr(Gradients, "_collect", noting)
+    first, second = (pair.call(x)[read] for read in (0, 1))
+    (first + second).backward()
+    # autograd comes to the second call first, which does not know yet what the first leaves out.
+    assert {name.rpartition(".")[0] for name in collected} == {"both", "each.1"}
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["none", "a plain tensor"])
+def test_what_code_outside_of_the_graph_brings_to_a_parameter_that_it_leaves_out(given):
+    pair, x = twins(Heads()), torch.randn(4, 8)
+    called, kept = {}, {}
+    for model, call in ((pair.plain, pair.plain), (pair.model, pair.call)):
+        told = called[model] = []
+        weight = model.second.weight
+        if given:
+            weight.grad = kept[model] = torch.ones(3, 8)  # which is added to in place
+        weight.register_post_accumulate_grad_hook(
+            lambda p, told=told: told.append(p.grad.sum().item())
+        )
+        (call(x)["first"] + weight.square().sum()).backward()
+        call(x)["first"].backward()
+    assert pair.same()
+    assert called[pair.model] == called[pair.plain]
+    assert len(called[pair.model]) == 1
 
 
 def test_an_input_that_only_an_undefined_gradient_reaches_gets_none():
@@ -401,7 +493,7 @@ def test_autocast_around_forward_is_that_of_the_graph_that_is_traced_again():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = model(x)["first"]
         result.backward()
-    assert_same_but_for_zeros(pair)
+    assert pair.same()
     assert_traced_again(pair)
 
 
@@ -564,7 +656,8 @@ def test_what_fails_while_it_is_traced_again_is_told_and_has_zeros(monkeypatch, 
 
 
 def assert_same_but_for_zeros_or_not_numbers(pair):
-    """Zeros times infinity are no numbers: of the scale in `Heads`, and what it scales."""
+    """Ours are zeros where eager PyTorch has none. Zeros times infinity are no numbers: of the
+    scale in `Heads`, and what it scales."""
     for (name, ours), plain in zip(
         pair.model.named_parameters(), pair.plain.parameters(), strict=True
     ):
@@ -581,7 +674,7 @@ def test_beyond_a_number_of_choices_there_are_zeros(monkeypatch):
             model(x)[read].backward()
         told = [row["why"] for row in zcompile.stats(pair.model)["inexact"]]
         assert len(told) == (0 if read == 0 and not told else 1)
-    assert_same_but_for_zeros(pair)
+    assert pair.same()
 
 
 class Two_(nn.Module):

@@ -29,6 +29,7 @@ from zcompile.frontend.undefined_gradients import Backwards, Fewer, Tracing, tak
 from zcompile.ir import ops
 from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
+from zcompile.ir.handles import leaf_of
 from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.torch_compat import (
@@ -68,8 +69,13 @@ from zcompile.passes.narrow_params import (
 )
 from zcompile.passes.pipeline import DECIDED, decided, pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
-from zcompile.passes.reduce_grads import sinks as handles_of
-from zcompile.passes.undefined_gradients import TracedJoint, Unfit, check_saved, fit, named_alike
+from zcompile.passes.undefined_gradients import (
+    TracedJoint,
+    Unfit,
+    check_saved,
+    drop_unread,
+    named_alike,
+)
 from zcompile.runtime.eager.tensor import TieredTensor, hand_on
 from zcompile.runtime.eager.written_views import written_views_refused
 from zcompile.runtime.executor import compute_only
@@ -295,7 +301,7 @@ class _Graph:
         if not self.takes_undefined:
             return whole
         make = partial(self._without, gm.graph)
-        return boxed(Backwards(gm.graph, whole, make, self._tell_of_zeros))
+        return boxed(Backwards(gm.graph, whole, make, self._leave_out, self._tell_of_zeros))
 
     def _without(self, backward: fx.Graph, left_out: Collection[int]) -> Fewer | str:
         """The backward of a graph traced without gradients of some results; or why there is none.
@@ -320,7 +326,9 @@ class _Graph:
             return _in_a_line(error)
         finally:
             COMPILING.ends()
-        return Fewer(call, [node.name for node in gm.graph.find_nodes(op="placeholder")])
+        inputs = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        without = _sent_home(backward) - _sent_home(gm.graph)
+        return Fewer(call, inputs, sorted(without))
 
     def _fewer(
         self, backward: fx.Graph, joint: fx.GraphModule, num_fwd_outputs: int
@@ -339,7 +347,7 @@ class _Graph:
             activation_cost=self.plan.activation_cost,
         )
         joint = named_alike(joint, self.traced, num_fwd_outputs)
-        fit(joint, self.traced, handles_of(joint.graph, plan), plan.params)
+        drop_unread(joint)
         assign_phases(joint.graph, num_fwd_outputs)
         plan = run(joint, plan, decided(self.config), given=DECIDED)
         if plan.beside.nbytes > self.plan.beside.nbytes:
@@ -349,6 +357,12 @@ class _Graph:
         _, gm = fewer._cut(joint, num_fwd_outputs)
         check_saved(joint.graph, gm.graph, self.joint, backward)
         return fewer, gm
+
+    def _leave_out(self, handles: Sequence[Any]) -> None:
+        """Tell that a backward begins which makes no gradient for the parameters behind these
+        handles, though its forward expects one."""
+        if (session := self.session()) is not None:
+            session.gradients.leave_out(leaf_of(handle) for handle in handles)
 
     def _tell_of_zeros(self, why: str) -> None:
         """Say that results which nobody differentiates have gradients of zeros."""
@@ -651,6 +665,12 @@ def _contributions(graph: fx.Graph, plan: GraphPlan) -> Mapping[NodeName, int]:
         elements[name] = elements.get(name, 0) + grad.meta["val"].numel()
     made = {n: c // max(1, plan.params[n].layout.numel) for n, c in elements.items()}
     return {n: max(1, made.get(n, 0)) for n in sinks}
+
+
+def _sent_home(graph: fx.Graph) -> set[str]:
+    """Names of the handles whose gradients a graph sends home."""
+    handles = [sink.args[1] for sink in find(graph, *ops.SINKS)]
+    return {handle.name for handle in handles if isinstance(handle, fx.Node)}
 
 
 def _gathered_in_backward(handle: fx.Node) -> bool:

@@ -132,22 +132,25 @@ def _unused(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 class Fewer:
     """A backward for one set of undefined gradients.
 
-    call    in the boxed convention
-    inputs  names of its inputs, among those of the backward of all gradients
+    call      in the boxed convention
+    inputs    names of its inputs, among those of the backward of all gradients
+    left_out  names of handles whose parameters get no gradient, among the same
     """
 
     call: Call
     inputs: Sequence[str]
+    left_out: Sequence[str]
 
 
 class Backwards:
     """The backward of a graph, for each set of undefined gradients.
 
-    graph  of all gradients
-    whole  runs it, in the boxed convention
-    make   makes the backward without the gradients at some positions among all; or says why there
-           is none
-    tell   is told the reason where undefined gradients are zeros
+    graph      of all gradients
+    whole      runs it, in the boxed convention
+    make       makes the backward without the gradients at some positions among all; or says why
+               there is none
+    leave_out  is told before a backward which handles get no gradient
+    tell       is told the reason where undefined gradients are zeros
     """
 
     def __init__(
@@ -155,14 +158,15 @@ class Backwards:
         graph: fx.Graph,
         whole: Call,
         make: Callable[[Collection[int]], Fewer | str],
+        leave_out: Callable[[Sequence[Any]], None],
         tell: Callable[[str], None],
     ) -> None:
-        self._whole, self._make, self._tell = whole, make, tell
+        self._whole, self._make, self._leave_out, self._tell = whole, make, leave_out, tell
         places = graph.find_nodes(op="placeholder")
         self._at = {node.name: i for i, node in enumerate(places)}
         self._tangents = {i: node.meta["val"] for i, node in enumerate(places) if is_tangent(node)}
         self._sizes = SizeReader(graph, passed_over=is_tangent)
-        self._made: dict[tuple[int, ...], tuple[Call, Sequence[int]] | None] = {}
+        self._made: dict[tuple[int, ...], tuple[Call, Sequence[int], Sequence[int]] | None] = {}
 
     def __call__(self, args: list[Any]) -> Any:
         """Run the backward for what is there; `args` is emptied."""
@@ -176,19 +180,23 @@ class Backwards:
             for i in undefined:
                 args[i] = self._zeros(self._tangents[i], args)
             return self._whole(args)
-        call, inputs = made
+        call, inputs, left_out = made
         given = [args[i] for i in inputs]
+        self._leave_out([args[i] for i in left_out])
         args.clear()
         return call(given)
 
-    def _fewer(self, undefined: tuple[int, ...]) -> tuple[Call, Sequence[int]] | None:
+    def _fewer(
+        self, undefined: tuple[int, ...]
+    ) -> tuple[Call, Sequence[int], Sequence[int]] | None:
         number = {i: position for position, i in enumerate(self._tangents)}
         known = len(self._made) >= MOST_SETS
         made = TOO_MANY if known else self._make([number[i] for i in undefined])
         if isinstance(made, str):
             self._tell(made)
             return None
-        return made.call, [self._at[name] for name in made.inputs]
+        inputs, left_out = ([self._at[n] for n in names] for names in (made.inputs, made.left_out))
+        return made.call, inputs, left_out
 
     def _zeros(self, traced: Tensor, args: Sequence[Any]) -> Tensor:
         """Zeros as autograd would hand on, as they were traced."""

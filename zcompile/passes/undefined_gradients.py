@@ -7,17 +7,15 @@ operand, so that kernels behind it add up elements in another order; zero times 
 number; and zeros take time and memory.
 """
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from zcompile.ir.alike import by_digest, by_position, digests, needed
 from zcompile.ir.copies import copy_graph
-from zcompile.ir.graph import insert, output_of
+from zcompile.ir.graph import output_of
 from zcompile.ir.torch_compat import gradient_of, is_tangent
-from zcompile.ir.types import NodeName, ParamSpec, Phase
 
 
 class Unfit(Exception):
@@ -71,30 +69,11 @@ def named_alike(joint: fx.GraphModule, traced: TracedJoint, forward_outputs: int
     return fx.GraphModule(joint, graph)
 
 
-def fit(
-    joint: fx.GraphModule,
-    traced: TracedJoint,
-    handles: Mapping[int | None, fx.Node],
-    params: Mapping[NodeName, ParamSpec],
-) -> None:
-    """Let a joint graph have no input that it does not read for the gradient of a result, and send
-    a gradient to each parameter that `traced` had one for: of zeros, if nothing is computed for it.
-
-        return (%loss, %h, %dw, None)     ->      %z = aten.full([8], 0.0)
-                                                  return (%loss, %h, %dw, %z)
-
-    handles  position of each input whose gradient is sent home -> the placeholder of its handle
-    """
+def drop_unread(joint: fx.GraphModule) -> None:
+    """Let a joint graph have no input that it does not read for the gradient of a result."""
     for place in joint.graph.find_nodes(op="placeholder"):
         if is_tangent(place) and not place.users:
             joint.graph.erase_node(place)
-    output = output_of(joint.graph)
-    results = _results(joint.graph)
-    for position, desc in enumerate(output.meta["desc"]):
-        source = gradient_of(desc)
-        if results[position] is None and source in handles and source in traced.differentiated:
-            results[position] = _zeros(joint.graph, handles[source], params)
-    output.args = (tuple(results),)
 
 
 def check_saved(fewer: fx.Graph, backward: fx.Graph, whole: fx.Graph, called: fx.Graph) -> None:
@@ -127,20 +106,3 @@ def _results(graph: fx.Graph) -> list[fx.node.Argument]:
     (results,) = output_of(graph).args
     assert isinstance(results, list | tuple)
     return list(results)
-
-
-def _zeros(graph: fx.Graph, handle: fx.Node, params: Mapping[NodeName, ParamSpec]) -> fx.Node:
-    layout = params[NodeName(handle.name)].layout
-    options = {"dtype": layout.dtype, "device": handle.meta["val"].device, "pin_memory": False}
-    with graph.inserting_before(output_of(graph)):
-        zeros = insert(
-            graph,
-            torch.ops.aten.full.default,
-            list(layout.size),
-            0.0,
-            like=handle,
-            phase=Phase.BACKWARD,
-            val=handle.meta["val"].new_empty(layout.size, dtype=layout.dtype),
-        )
-    zeros.kwargs = options
-    return zeros

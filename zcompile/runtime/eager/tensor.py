@@ -278,6 +278,12 @@ class TieredTensor(Unbacked):
         register: Any = super().register_hook  # untyped in torch
         return register(partial(_call_unless_none, hook))
 
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """As for any tensor. autograd comes to each parameter that a compiled graph reads, also if
+        nobody differentiates what the graph computes of it."""
+        register: Any = super().register_post_accumulate_grad_hook  # untyped in torch
+        return register(partial(_call_if_brought, hook))
+
     @untraced
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the plain tensor or parameter it stands for, on the CPU."""
@@ -440,6 +446,11 @@ def _call_unless_none(
     return None if grad is None else hook(grad)
 
 
+def _call_if_brought(hook: Callable[[Tensor], None], param: TieredTensor) -> None:
+    if session_of(param.entry).gradients.brings_to(param):
+        hook(param)
+
+
 @uninterrupted
 def _copy_of(tensor: TieredTensor) -> TieredTensor:
     """A tensor with the layout of `tensor` in a copy of its entry, in the same store."""
@@ -475,7 +486,8 @@ def own(param: torch.nn.Parameter) -> torch.nn.Parameter:
         trained = param.requires_grad
         param.requires_grad_()  # a frozen one may be trained later
         come_to = session_of(tiered.entry).gradients.come_to
-        param.register_post_accumulate_grad_hook(untraced(come_to))
+        register: Any = torch.Tensor.register_post_accumulate_grad_hook  # untyped in torch
+        register(param, untraced(come_to))  # also if nothing is brought
         param.requires_grad_(trained)
     return param
 

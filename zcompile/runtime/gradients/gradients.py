@@ -103,6 +103,8 @@ class Gradients:
         """To nodes that have died."""
         self._pass_counts: tuple[int, Counter[int]] = -1, Counter()
         """A pass -> how many contributions it brings, by the parameter's id."""
+        self._left_out: tuple[int, dict[int, object]] = -1, {}
+        """A pass -> the state of `.grad` of parameters, by id, when a call of it left them out."""
         self._sums: dict[tuple[int, int], _PassSum] = {}
         self._tiled: dict[tuple[int, int], TiledContribution] = {}
         self.returned: dict[int, Tensor] = {}
@@ -196,6 +198,26 @@ class Gradients:
             calls = [(tie(), keys) for tie, keys in self._calls.values()]
             runs = [keys for node, keys in calls if node is not None and will_run(node)]
             self._pass_counts = number, Counter(chain.from_iterable(runs))
+
+    def leave_out(self, leaves: Iterable[Leaf]) -> None:
+        """A backward call begins that contributes nothing to `leaves`, which are expected of it:
+        nobody differentiates what reads them."""
+        self.count_contributions()
+        number, brings = self._pass_counts
+        if self._left_out[0] != number:
+            self._left_out = number, {}
+        for param in map(owner_of, leaves):
+            if param is not None:
+                brings[id(param)] -= 1
+                self._left_out[1][id(param)] = gradient_state(param.grad)
+
+    def brings_to(self, param: Tensor) -> bool:
+        """Whether the pass that is running has brought a gradient to `param`, to which autograd has
+        come: it comes also to those that calls left out, and not in eager PyTorch."""
+        number, states = self._left_out
+        if number != current_pass() or id(param) not in states:
+            return True
+        return states[id(param)] != gradient_state(param.grad)
 
     def _contributions_of(self, param: Tensor) -> int:
         """How many contributions the pass that is running brings to a gradient; 0, if that is not

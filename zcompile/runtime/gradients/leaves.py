@@ -110,7 +110,9 @@ def gradient_state(grad: Tensor | None) -> object:
     """A value that changes when somebody gives a parameter another gradient, or adds to the one it
     has."""
     entry = getattr(grad, "entry", None)
-    return (entry.key, entry.version) if isinstance(entry, Entry) else id(grad)
+    if isinstance(entry, Entry):
+        return entry.key, entry.version
+    return grad is not None and (id(grad), 0 if grad.is_inference() else grad._version)
 
 
 # --- Hooks ---

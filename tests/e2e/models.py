@@ -233,20 +233,6 @@ def mamba2() -> nn.Module:
     )
 
 
-class _Frozen(nn.BatchNorm2d):
-    """Normalizes by the statistics that it has: in training it has other bits where compiled."""
-
-    def train(self, mode: bool = True) -> "_Frozen":
-        return super().train(False)
-
-
-def _with_frozen_statistics(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.__class__ = _Frozen
-    return model
-
-
 def segformer() -> nn.Module:
     """Its logits, which nobody differentiates, lie in memory in another format than their gradient
     from the loss."""
@@ -262,7 +248,7 @@ def segformer() -> nn.Module:
         decoder_hidden_size=16,
         num_labels=CLASSES,
     )
-    return _with_frozen_statistics(hf.SegformerForSemanticSegmentation(config))
+    return hf.SegformerForSemanticSegmentation(config)
 
 
 CASES = {

@@ -170,6 +170,25 @@ class Statistics(nn.Module):
         return self.head(F.max_pool2d(x, 2).mean((2, 3)))
 
 
+class Resized(nn.Module):
+    """Images that are made larger in each way that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.before(x)
+        planes = ("nearest", "nearest-exact", "bilinear", "bicubic")
+        wide = sum(self.after(F.interpolate(h, scale_factor=2, mode=mode)) for mode in planes)
+        lines, volumes = wide.flatten(2), wide[:, :, None]
+        for mode in ("nearest", "nearest-exact", "linear"):
+            lines = F.interpolate(lines, scale_factor=1.5, mode=mode).tanh()
+        for mode in ("nearest", "nearest-exact", "trilinear"):
+            volumes = F.interpolate(volumes, scale_factor=2, mode=mode)[:, :, ::3, ::2, ::2].tanh()
+        return lines.mean((1, 2)) + volumes.mean((1, 2, 3, 4))
+
+
 class Returned(nn.Module):
     """Results that have gaps or are transposed, one that is of the whole batch."""
 
@@ -225,6 +244,7 @@ BATCH_MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "sequence first": (SequenceFirst, lambda: (torch.randn(LENGTH, BATCH, WIDTH),)),
     "dropout": (Noisy, _rows),
     "batch norm": (Statistics, _images),
+    "resized": (Resized, _images),
     "returned": (Returned, _rows),
     "autocast": (Autocast, lambda: (_ids(),)),
 }

@@ -21,10 +21,18 @@ from zcompile.errors import BudgetExceeded
 from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops, printer
+from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, output_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.schedule import Schedule
-from zcompile.ir.torch_compat import aot_backend, boxed, gradient_of, handle_input, hint
+from zcompile.ir.torch_compat import (
+    aot_backend,
+    boxed,
+    gradient_of,
+    handle_input,
+    hint,
+    without_python_kernels,
+)
 from zcompile.ir.types import Phase
 from zcompile.ir.units import MiB
 from zcompile.memory.footprint import footprint
@@ -137,8 +145,11 @@ def catch(model: nn.Module, *inputs: Any, grad: bool = True, **config: Any) -> J
         assert session is not None, "offload the model"
         catcher = Catcher(specs, lambda: session, session.config, Watcher("caught"))
         catchers.append((catcher, list(example_inputs)))
-        made = aot_backend(catcher.forward, catcher.backward, catcher.inference, catcher.partition)
-        return made(gm, list(example_inputs))
+        made = aot_backend(
+            catcher.forward, catcher.backward, catcher.inference, catcher.partition, FORMULAS
+        )
+        with without_python_kernels(LEFT_WHOLE):
+            return made(gm, list(example_inputs))
 
     if not any(
         isinstance(p, zcompile.runtime.eager.tensor.TieredTensor) for p in model.parameters()

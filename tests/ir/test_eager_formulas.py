@@ -29,6 +29,13 @@ class Headed(nn.Module):
         return sum(head(y).float().square().mean() for head in self.heads)
 
 
+NEAREST = {
+    f"{mode}, {dims} dimensions": lambda y, mode=mode, dims=dims: F.interpolate(
+        {1: y.flatten(2), 2: y, 3: y[:, None]}[dims], scale_factor=1.5, mode=mode
+    )
+    for mode in ("nearest", "nearest-exact")
+    for dims in (1, 2, 3)
+}
 RESIZED = {
     "linear": lambda y: F.interpolate(y.flatten(2), size=17, mode="linear"),
     "bilinear": lambda y: F.interpolate(y, scale_factor=1.7, mode="bilinear"),
@@ -56,7 +63,11 @@ def bits(model, run, x, narrow):
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("heads", [RESIZED, LOSSES, DROPPED], ids=["resized", "losses", "dropped"])
+@pytest.mark.parametrize(
+    "heads",
+    [NEAREST, RESIZED, LOSSES, DROPPED],
+    ids=["nearest", "resized", "losses", "dropped"],
+)
 def test_ops_that_torch_takes_apart_have_the_bits_of_eager_pytorch(heads, narrow):
     torch.manual_seed(0)
     pair = twins(Headed(list(heads.values())))
@@ -73,6 +84,31 @@ def test_sizes_of_images_may_change_from_call_to_call():
         x = torch.randn(2, 3, size, size)
         expected = bits(pair.plain, pair.plain, x, False)
         assert bits(pair.model, pair.call, x, False) == expected
+
+
+class Enlarged(nn.Module):
+    """Images that are made larger between convolutions, in channels_last."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.before, self.after = nn.Conv2d(3, 5, 1), nn.Conv2d(5, 5, 3, padding=1)
+
+    def forward(self, x):
+        larger = F.interpolate(self.before(x), scale_factor=2.0, mode=self.mode)
+        return self.after(larger).square().mean()
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_the_gradient_of_what_is_made_larger_lies_as_in_eager_pytorch(mode, request):
+    """That of a bias is a sum in the order of memory."""
+    threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    torch.set_num_threads(1)  # by two the order may be the same
+    torch.manual_seed(0)
+    pair = twins(Enlarged(mode))
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert bits(pair.model, pair.call, x, False) == bits(pair.plain, pair.plain, x, False)
 
 
 def test_ops_are_taken_apart_again_once_a_graph_is_compiled():

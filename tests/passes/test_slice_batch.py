@@ -19,7 +19,7 @@ from zcompile.ir.types import Phase
 from zcompile.memory.footprint import footprint
 from zcompile.passes.choose_tiles import ChooseTiles
 from zcompile.passes.plan_activations.rewrite import sink_views
-from zcompile.passes.slice_batch import SliceBatch
+from zcompile.passes.slice_batch import SliceBatch, axes
 from zcompile.passes.slice_batch.axes import Axis
 from zcompile.passes.slice_batch.rewrite import ranges
 from zcompile.passes.slice_batch.stages import batch_graph, counts_of
@@ -108,6 +108,14 @@ def test_all_that_is_heavy_runs_in_slices_forward_and_backward(name, caught):
     heavy = [n for n in joint.graph.nodes if any(word in str(n.target) for word in HEAVY)]
     assert len(heavy) > 10
     assert [n.name for n in heavy if n not in batch.rules] == []
+
+
+def test_images_are_resized_in_slices_forward_and_backward(caught):
+    joint = caught("resized")
+    batch = batch_graph(joint.graph).batch
+    resizes = [n for n in joint.graph.nodes if "upsample" in str(n.target)]
+    assert {n.target for n in resizes} == {*axes.RESIZES, *axes.RESIZES_BACKWARD}
+    assert [n.name for n in resizes if n not in batch.rules] == []
 
 
 # Where the batch is

@@ -20,6 +20,18 @@ from zcompile.ir.torch_compat import Dispatched, without_modes
 aten = torch.ops.aten
 
 LEFT_WHOLE: tuple[Dispatched, ...] = (
+    aten.upsample_nearest1d.default,
+    aten.upsample_nearest1d.vec,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_nearest3d.default,
+    aten.upsample_nearest3d.vec,
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact1d.vec,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact2d.vec,
+    aten._upsample_nearest_exact3d.default,
+    aten._upsample_nearest_exact3d.vec,
     aten.upsample_linear1d.vec,
     aten.upsample_bilinear2d.default,
     aten.upsample_bilinear2d.vec,
@@ -29,7 +41,8 @@ LEFT_WHOLE: tuple[Dispatched, ...] = (
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
 )
-"""Ops whose formulas in Python have other bits than their kernels."""
+"""Ops whose formulas in Python have other bits than their kernels; or, of those that take the
+nearest value, a gradient that lies otherwise in memory, so that sums of it have other bits."""
 
 _within = ContextVar("_within", default=False)
 """Whether a formula of dropout is being traced, which has dropout in it."""

@@ -674,7 +674,7 @@ def samples(
 
     names      operands with a batch
     results    True: with the batch first; None: nothing
-    sized      argument that is the number of samples
+    sized      argument that is the number of samples, or a size that begins with it
     broadcast  operands that may have a batch of one, or fewer dimensions and so no batch: the mask
                of an attention may be [length, length]
     """
@@ -697,8 +697,11 @@ def samples(
             if node is not None and call.batch.axes.get(node) is Kind.OWN:
                 reads[node] = Kind.OWN
         found = tuple(axis if r is True else r for r in results)
-        count = call[sized] // call.batch.count if sized else 0
-        each = (Sized(call.names.index(sized), None, count),) if sized else ()
+        each: tuple[Sized, ...] = ()
+        if sized:
+            size = call[sized]
+            at, count = (0, size[0]) if isinstance(size, list | tuple) else (None, size)
+            each = (Sized(call.names.index(sized), at, count // call.batch.count),)
         return Rule(reads, found, each)  # type: ignore[arg-type]  # False is given by nobody
 
     return rule
@@ -749,6 +752,31 @@ OVER_BATCH = frozenset(
     }
 )
 """Ops that compute something of the whole batch, in results with a batch first."""
+RESIZES = (
+    aten.upsample_nearest1d.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest3d.default,
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact3d.default,
+    aten.upsample_linear1d.default,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_trilinear3d.default,
+)
+"""Ops that make images larger or smaller."""
+RESIZES_BACKWARD = (
+    aten.upsample_nearest1d_backward.default,
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_nearest3d_backward.default,
+    aten._upsample_nearest_exact1d_backward.default,
+    aten._upsample_nearest_exact2d_backward.default,
+    aten._upsample_nearest_exact3d_backward.default,
+    aten.upsample_linear1d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+)
 RULES: dict[object, Special] = {
     **dict.fromkeys(SIZED_VIEWS, view),
     aten.t.default: moves(lambda call, dim, dims: dim if dims < 2 else 1 - dim),
@@ -832,6 +860,8 @@ RULES: dict[object, Special] = {
     aten.avg_pool2d_backward.default: samples(("grad_output", "self"), (True,)),
     aten._adaptive_avg_pool2d.default: samples(("self",), (True,)),
     aten._adaptive_avg_pool2d_backward.default: samples(("grad_output", "self"), (True,)),
+    **dict.fromkeys(RESIZES, samples(("self",), (True,))),
+    **dict.fromkeys(RESIZES_BACKWARD, samples(("grad_output",), (True,), "input_size")),
     aten.nll_loss_forward.default: nll,
     aten.nll_loss_backward.default: nll_backward,
     aten.nll_loss2d_forward.default: nll,

@@ -1,6 +1,8 @@
 """Entries of one size change places where compute waits for one of them."""
 
 import functools
+import itertools
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -18,9 +20,10 @@ from zcompile.machine.cost import Costs, TransferModes
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner import exchanges
 from zcompile.planner.bounds import demand_of
-from zcompile.planner.exchanges import IN_VAIN, TRIES, exchanged
+from zcompile.planner.exchanges import IN_VAIN, ROUNDS, TRIES, VAIN_ROUNDS, exchanged
 from zcompile.planner.host_step import with_host_updates
 from zcompile.planner.placement import Placement, Room, beside_updates, evaluate, group
+from zcompile.planner.replay import Replay
 from zcompile.planner.simulator import simulate, step_seconds
 from zcompile.planner.step_plan import StepPlan, as_planned, with_homes
 from zcompile.verify.schedule import verify_schedule
@@ -58,6 +61,19 @@ def ref_of(name: str) -> EntryRef:
 
 def seconds(made, homes) -> float:
     return step_seconds(made, COSTS, homes)
+
+
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch) -> None:
+    """No exchanges are replayed."""
+    monkeypatch.setattr(exchanges, "ROUNDS", 0)
+
+
+@pytest.fixture
+def replayed(one_by_one, monkeypatch) -> None:
+    """Exchanges are replayed, and none is tried by itself."""
+    monkeypatch.setattr(exchanges, "ROUNDS", ROUNDS)
+    monkeypatch.setattr(exchanges, "TRIES", 0)
 
 
 def exchanged_at(step: StepTrace, plan: StepPlan, asked, **how) -> StepPlan:
@@ -247,3 +263,73 @@ def test_of_one_update_all_operands_are_waited_for_together(kind):
         if home == "disk" != homes[ref]
     }
     assert kind in kinds
+
+
+def costs_at(asynchronous: bool = False, straight: bool = False) -> Costs:
+    ways = TransferModes(asynchronous=asynchronous, straight_read=straight, straight_write=straight)
+    return Costs(SMALL, ways)
+
+
+@pytest.mark.parametrize("costs", [costs_at(), costs_at(straight=True), costs_at(True)])
+def test_a_replay_is_near_the_simulation_and_tells_which_homes_are_better(costs):
+    plan, draw = planned(*FIRST_TWO), random.Random(0)
+    replay = Replay(plan.step, costs, plan.placement.homes)
+    large = [ref for ref, fact in recorded().facts.items() if fact.nbytes >= NBYTES]
+    rows = []
+    for far in (0, 0.2, 0.4, 0.6, 0.8, 1):
+        homes = plan.placement.homes | {
+            ref: "disk" if draw.random() < far else "host" for ref in large
+        }
+        rows.append((replay.seconds(homes), step_seconds(plan.step, costs, homes)))
+    for told, simulated in rows:
+        assert told == pytest.approx(simulated, rel=0.15)
+    for (told, simulated), (other, otherwise) in itertools.combinations(rows, 2):
+        if simulated > 1.2 * otherwise:
+            assert told > other
+
+
+def test_where_one_link_carries_everything_a_replay_is_as_exact_as_the_simulation():
+    """Nothing is on disk, so nothing passes the ring in pieces."""
+    plan = planned()
+    told = Replay(plan.step, COSTS, plan.placement.homes).seconds(plan.placement.homes)
+    assert told == pytest.approx(plan.seconds, rel=1e-3)
+
+
+def test_what_replays_find_is_faster_and_takes_as_much_of_each_tier(replayed):
+    plan = planned(*FIRST_TWO)
+    found = exchanged_at(recorded(), plan, seconds)
+    assert found.seconds < 0.97 * plan.seconds
+    assert found.seconds == seconds(found.step, found.placement.homes)
+    assert bytes_on(found) == bytes_on(plan)
+    for call in found.step.calls:
+        verify_schedule(call.schedule)
+    again = exchanged_at(recorded(), plan, seconds)
+    assert again.placement.homes == found.placement.homes
+
+
+@pytest.mark.parametrize(("gains", "most"), [(1.0, VAIN_ROUNDS), (0.9, ROUNDS)])
+def test_the_simulator_judges_replays_some_times(replayed, gains, most):
+    """It has the last word: what it does not find faster is not taken."""
+    plan = planned(*FIRST_TWO)
+    takes_s, homes_asked = asked(lambda n: plan.seconds * gains**n)
+    found = exchanged_at(recorded(), plan, takes_s)
+    assert 0 < len(homes_asked) <= most
+    assert found.placement.homes == (homes_asked[-1] if gains < 1 else plan.placement.homes)
+
+
+def test_entries_of_different_sizes_are_not_exchanged_by_replays(replayed):
+    of = ("layers.0.weight", "wide.weight")
+    others = [ref for ref, fact in recorded().facts.items() if not fact.name.startswith(of)]
+    step = with_pinned(*others)
+    plan = planned(*FIRST_TWO, step=step)
+    assert exchanged_at(step, plan, not_asked) is plan
+
+
+def test_nothing_is_replayed_where_instructions_depend_on_the_tier(replayed, monkeypatch):
+    """Where compute reaches the host, what rests there is not fetched."""
+    plan = planned(*FIRST_TWO)
+    takes_s, homes_asked = asked(lambda n: plan.seconds)
+    exchanged_at(recorded(), plan, takes_s)
+    assert homes_asked
+    reaching = replace(plan, arena=replace(plan.arena, reach=True))
+    assert exchanged_at(recorded(), reaching, not_asked) is reaching

@@ -7,11 +7,17 @@ much to do as compute, the first is waited for, and behind it a link is idle.
 
 So a plan that is made is simulated. Where compute waits for entries, one that is waited for changes
 places with one of the same size that rests nearer by, and is an operand of an update that is waited
-for less. What the simulator finds faster stays. Every tier holds as many bytes as before. Pure.
+for less. What the simulator finds faster stays. Every tier holds as many bytes as before.
+
+What rests on the host and what rests on disk changes places by the hundred besides, as long as a
+replay (`planner/replay.py`) finds the step shorter for it: whether layer after layer waits for as
+much, whether what the next forward begins with is read behind backward, and whether gradients leave
+as fast as they are made shows in no single exchange. The simulator judges what comes of it. Pure.
 """
 
+import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,6 +33,7 @@ from zcompile.machine.model import TIERS
 from zcompile.passes.arrange import Arrangements
 from zcompile.planner.bounds import demand_of
 from zcompile.planner.placement import PLACED, Room, moved, operands_of_host_updates
+from zcompile.planner.replay import Replay
 from zcompile.planner.simulator import simulate
 from zcompile.planner.step_plan import (
     Seconds,
@@ -43,6 +50,11 @@ TRIES, IN_VAIN = 24, 4
 simulation."""
 GAINS = 1.0005
 """A step must be so many times as fast after an exchange: many small gains take long to find."""
+FAR = TIERS[1:]
+"""Tiers from which everything is fetched alike, unless compute reaches one of them."""
+REPLAYS, ROUNDS, VAIN_ROUNDS = 8, 8, 3
+"""Exchanges that are replayed before the simulator judges the homes that they led to; times that it
+does, and in a row without success."""
 
 
 def exchanged(
@@ -82,6 +94,26 @@ def exchanged(
                 best, best_s, in_vain = found, found_s, 0
                 times = simulate(best.step, costs, homes)
                 exchanges = _exchanges(made_for, best, updates, times)
+    # The same by the hundred, between host and disk.
+    draw, in_vain, replay = random.Random(0), 0, None
+    alike = _alike_on_far_tiers(made_for, best)
+    if not alike or not _waits_long(_awaited(best.step, times), times):
+        alike = []
+    for _ in range(ROUNDS if alike else 0):
+        if in_vain == VAIN_ROUNDS:
+            break
+        in_vain += 1
+        replay = replay or Replay(best.step, costs, best.placement.homes)
+        homes = _replayed(replay, best.placement.homes, alike, draw)
+        if (as_tried := tuple(homes.values())) in tried:
+            continue
+        tried.add(as_tried)
+        with suppress(BudgetExceeded):
+            found = with_homes(best, made_for, homes, seconds, known)
+            found_s = takes_s(found)
+            if found_s * GAINS < best_s:
+                best, best_s, in_vain = found, found_s, 0
+                times = simulate(best.step, costs, homes)
     if best is plan:
         return plan, times
     compute = demand_of(made_for, costs.region_seconds).phases_s
@@ -103,7 +135,7 @@ def _exchanges(
     waits = defaultdict[EntryRef, float](float)
     for ref, awaited_s in _awaited(plan.step, times).items():
         waits[updates.get(ref, ref)] += awaited_s
-    if sum(waits.values()) * WAITS <= times.step_s:
+    if not _waits_long(waits, times):
         return
 
     def waited_s(ref: EntryRef) -> float:
@@ -122,6 +154,51 @@ def _exchanges(
             least = nsmallest(IN_VAIN, on[near], key=waited_s)
             found += product(least, nlargest(IN_VAIN, on[far], key=waited_s))
     yield from sorted((pair for pair in found if promises(pair) > 0), key=promises, reverse=True)
+
+
+def _waits_long(waits: Mapping[EntryRef, float], times: Timeline) -> bool:
+    """Whether compute waits for entries for long enough to be worth exchanges."""
+    return sum(waits.values()) * WAITS > times.step_s
+
+
+def _alike_on_far_tiers(step: StepTrace, plan: StepPlan) -> list[list[EntryRef]]:
+    """The entries of each size that rest on the host or on disk, if there are some on either; none,
+    where a replay does not tell what becomes of an exchange: where compute reaches the host, what
+    rests there is not fetched, and several ranks wait for each other.
+
+    step  that `plan` was arranged from
+    """
+    every = [x for call in plan.step.calls for x in call.schedule.effects]
+    if plan.arena.reach or any(x.is_collective or x.on_host for x in every):
+        return []
+    homes = plan.placement.homes
+    found = defaultdict[int, list[EntryRef]](list)
+    for ref in _movable(step, homes):
+        if homes[ref] in FAR:
+            found[step.facts[ref].nbytes].append(ref)
+    return [refs for refs in found.values() if len({homes[ref] for ref in refs}) == len(FAR)]
+
+
+def _replayed(
+    replay: Replay,
+    homes: Mapping[EntryRef, str],
+    alike: Sequence[Sequence[EntryRef]],
+    draw: random.Random,
+) -> dict[EntryRef, str]:
+    """The homes after exchanges of entries that are `alike`, of those drawn each that a replay
+    finds shorter."""
+    best, every = dict(homes), [refs for refs in alike for _ in refs]
+    best_s = replay.seconds(best)
+    for _ in range(REPLAYS):
+        refs = draw.choice(every)
+        near, far = (draw.choice([r for r in refs if best[r] == tier]) for tier in FAR)
+        best[near], best[far] = best[far], best[near]
+        found_s = replay.seconds(best)
+        if found_s * GAINS < best_s:
+            best_s = found_s
+        else:
+            best[near], best[far] = best[far], best[near]
+    return best
 
 
 def _updates(step: StepTrace) -> dict[EntryRef, EntryRef]:

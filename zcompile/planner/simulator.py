@@ -726,11 +726,11 @@ def step_seconds(
     its way when backward began; but where links need more than a step to come to rest.
     """
     walk = SimulatedSteps(step, costs, homes or {}, tells=False)
-    walk.step(_behind_forward(step))
+    walk.step(behind_forward(step))
     return walk.seconds()
 
 
-def _behind_forward(step: StepTrace) -> int:
+def behind_forward(step: StepTrace) -> int:
     """The number of the first call behind all forwards; 0, if there is none."""
     forwards = [n for n, call in enumerate(step.calls) if call.phase is Phase.FORWARD]
     behind = forwards[-1] + 1 if forwards else 0

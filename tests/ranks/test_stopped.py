@@ -113,6 +113,7 @@ def failing(who):
             raise ValueError("not today")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_the_store_is_silent_ends(tmp_path):
     told, stood = ended(failing, 2, tmp_path, 0, stopped=0)[::-1]
     assert told.code == 1, told.said

@@ -194,8 +194,9 @@ def _sockets_to(port: int) -> frozenset[_Socket]:
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
                 with socket.socket(fileno=os.dup(int(name))) as copy:
+                    is_of_network = copy.family in (socket.AF_INET, socket.AF_INET6)
                     peer = copy.getpeername()
-                if isinstance(peer, tuple) and peer[1] == port:
+                if is_of_network and peer[1] == port:
                     found.append(_Socket(int(name), status.st_ino))
     return frozenset(found)
 

@@ -13,11 +13,19 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
-from zcompile.runtime.ranks.asking import ANSWER_S, AskedStore, Asker, StoreSilent, Turn
+from zcompile.runtime.ranks.asking import (
+    ANSWER_S,
+    LONGEST_TURN_S,
+    AskedStore,
+    Asker,
+    StoreSilent,
+    Turn,
+)
 
 LOOK_S = 0.1
 """Seconds between two looks: a rank that raises is known to all in a tenth of the second that they
@@ -26,8 +34,6 @@ GRACE_S = 1.0
 """Seconds for which what an ended rank has sent before may still arrive."""
 SILENT_S = 10.0
 """Seconds after which a rank that is busy, and does not say so any more, is taken to be gone."""
-STILL_S = 1.0
-"""Seconds between two looks from which on this process counts as having stood still."""
 FAILED = "failed"
 ADVICE = "see its own output; start all ranks again, from the last checkpoint"
 
@@ -108,14 +114,14 @@ class RunningTime:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._before = clock()
-        self._still: list[tuple[float, float]] = []
-        """When it went on, and for how many seconds it had stood still before."""
+        self._still: deque[tuple[float, float]] = deque(maxlen=256)
+        """When it went on, and how many seconds before that do not count."""
 
     def turn(self) -> None:
         """Called several times a second, unless this process stands still."""
         now = self._clock()
-        if now - self._before > STILL_S:
-            self._still.append((now, now - self._before))
+        if (still := now - self._before - LONGEST_TURN_S) > 0.0:
+            self._still.append((now, still))
         self._before = now
 
     def since(self, begun: float) -> float:
@@ -123,9 +129,10 @@ class RunningTime:
         still = sum(min(seconds, until - begun) for until, seconds in self._still if until > begun)
         return max(0.0, self._before - begun - still)
 
-    def longest_still(self) -> float:
-        """Seconds for which it has stood still without a break, at most."""
-        return max((seconds for _, seconds in self._still), default=0.0)
+    def just_stood_still(self) -> float:
+        """Seconds for which it has stood still at most, until a few seconds ago or later."""
+        since = self._before - SILENT_S
+        return max((seconds for until, seconds in self._still if until > since), default=0.0)
 
 
 class Watch:
@@ -304,7 +311,7 @@ class Watch:
     def _as_it_stood_still(self) -> str:
         """Why others are gone, for people: they have waited for this rank for too long, and it
         could not hear so; "", if that is not why."""
-        seconds = self._running.longest_still()
+        seconds = self._running.just_stood_still()
         if seconds <= self._timeout_s:
             return ""
         return f", while rank {self._rank} stood still for {seconds:.0f} s"

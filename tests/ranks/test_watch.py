@@ -85,7 +85,7 @@ def test_time_for_which_a_process_stands_still_is_no_wait():
     assert running.since(100.0) == pytest.approx(1.3)
     assert running.since(150.0) == pytest.approx(0.1)
     assert running.since(160.2) == pytest.approx(0.1)
-    assert running.just_stood_still() == pytest.approx(59.0)
+    assert running.just_stood_still() == pytest.approx(60.0)
 
 
 def test_the_watch_may_end_itself():

@@ -132,7 +132,8 @@ class RunningTime:
     def just_stood_still(self) -> float:
         """Seconds for which it has stood still at most, until a few seconds ago or later."""
         since = self._before - SILENT_S
-        return max((seconds for until, seconds in self._still if until > since), default=0.0)
+        found = [seconds + LONGEST_TURN_S for until, seconds in self._still if until > since]
+        return max(found, default=0.0)
 
 
 class Watch:

@@ -223,7 +223,7 @@ class Watch:
         if error is not None and not isinstance(error, ZinfError):
             self._say(self._rank, f"{text} after {self.last}")
         if threading.current_thread() is not self._thread:
-            self._thread.join()  # it waits for nothing for longer than a turn
+            self._thread.join(ANSWER_S)  # longer than a turn
         self._asker.stop(ANSWER_S)
 
     def _say(self, rank: int, why: str) -> None:
@@ -265,8 +265,7 @@ class Watch:
                 self._look()
                 self._tell()
         except _Over as over:
-            if over.error is not None:
-                self._gone = True
+            if over.error is not None and not self._end.is_set():
                 self._failed(over.error)
 
     def _look(self) -> None:
@@ -298,7 +297,7 @@ class Watch:
         what  has become of it
         wait  that has taken too long; None: none has
         """
-        keeper = self._keeper
+        self._gone, keeper = True, self._keeper
         if keeper.rank is not None:
             return self._error(
                 keeper.rank, f"{what}: {_keeps(keeper)}, through which ranks know of each other"
@@ -345,17 +344,19 @@ class Watch:
 
     def _missed(self) -> RankFailed | None:
         """The error about a rank that is waited for, and has ended, or does not come."""
+        waits = [(self._running.since(wait.since), wait) for wait in self._waiting()]
+        waits = [(seconds, wait) for seconds, wait in waits if seconds > GRACE_S]
+        if not waits:
+            return None
         now = time.monotonic()
-        for wait in self._waiting():
-            seconds = self._running.since(wait.since)
-            if seconds < GRACE_S:
+        for rank in range(len(self._hosts)):
+            if rank == self._rank or not (text := self._get(f"ended/{rank}")):
                 continue
-            for rank in range(len(self._hosts)):
-                if rank == self._rank or not (text := self._get(f"ended/{rank}")):
-                    continue
-                if now - self._ended.setdefault(rank, now) > GRACE_S:
-                    self._say(rank, f"{text}, while others go on with {wait.what}")
-                    return self._read_failure()
+            if now - self._ended.setdefault(rank, now) > GRACE_S:
+                self._say(rank, f"{text}, while others go on with {waits[0][1].what}")
+                return self._read_failure()
+        for seconds, wait in waits:
+            self._is_busy(wait.for_)  # from here on, to know by then for how long it was silent
             if seconds > self._timeout_s and (error := self._late(wait, seconds)) is not None:
                 return error
         return None
@@ -363,24 +364,27 @@ class Watch:
     def _late(self, wait: Waiting, seconds: float) -> RankFailed | None:
         """The error about a rank that does not come; None as long as it is busy."""
         behind = [
-            (calls, rank, last, doing, beat)
+            (calls, rank, last)
             for rank in range(len(self._hosts))
             if rank != self._rank
-            for calls, last, doing, beat in [self._state(rank)]
+            for calls, last, _, _ in [self._state(rank)]
             if calls < self.calls or rank == wait.for_
         ]
-        calls, rank, last, doing, beat = min(behind)
-        now = time.monotonic()
-        if doing:
-            known, seen = self._busy.get(rank, (-1.0, now))
-            if known != beat:
-                self._busy[rank] = beat, now
-                return None
-            if now - seen < SILENT_S:
-                return None
+        calls, rank, last = min(behind)
+        if self._is_busy(rank):
+            return None
         self._say(
             rank,
             f"did not come within {seconds:.0f} s to {wait.what}: the last that it came to was "
             f"{last} (its call {calls}, of {self.calls} here)",
         )
         return self._read_failure()
+
+    def _is_busy(self, rank: int) -> bool:
+        """Whether a rank is busy with long work, and has said so lately."""
+        _, _, doing, beat = self._state(rank)
+        known, seen = self._busy.get(rank, (-1.0, 0.0))
+        if known != beat:
+            self._busy[rank] = beat, time.monotonic()
+            return bool(doing)
+        return bool(doing) and self._running.since(seen) < SILENT_S

@@ -145,26 +145,28 @@ def test_a_rank_that_stands_still_before_all_have_met_is_named(who, told, tmp_pa
     assert found[who].code == 1, found
 
 
-def joining(who, timeout_s):
-    """One rank is stopped when all have met, before they make a process group."""
+def joining(who, timeout_s, number):
+    """A signal stops or ends one rank when all have met, before they make a process group."""
     new_group = dist.new_group
 
-    def stops(*args, **options):
+    def after_the_signal(*args, **options):
         if dist.get_rank() == who:
-            stop()
+            os.kill(os.getpid(), number)
         return new_group(*args, **options)
 
-    dist.new_group = stops
+    dist.new_group = after_the_signal
     Fabric([0, 1], None, timeout_s)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_stands_still_where_a_group_is_made_is_named(who, tmp_path):
-    found = ended(joining, 2, tmp_path, who, 2.0, stopped=who)
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_rank_that_is_stopped_or_killed_where_a_group_is_made_is_named(number, who, tmp_path):
+    stopped = who if number == signal.SIGSTOP else None
+    found = ended(joining, 2, tmp_path, who, 2.0, number, stopped=stopped)
     assert found[1 - who].code == 1, found
     assert f"rank {who} on " in found[1 - who].said
-    assert found[who].code == 1, found
+    assert found[who].code == (1 if number == signal.SIGSTOP else -signal.SIGKILL), found
 
 
 SCRIPT = """

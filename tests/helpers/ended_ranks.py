@@ -55,17 +55,29 @@ def await_the_very_end(path: Path) -> None:
     os._exit(0)
 
 
-def ended(case: Callable[..., Any], ranks: int, tmp_path: Path, *args: object) -> list[Ended]:
-    """How as many ranks end that call `case(*args)`; None for the code of one that hangs."""
+def ended(
+    case: Callable[..., Any],
+    ranks: int,
+    tmp_path: Path,
+    *args: object,
+    stopped: int | None = None,
+) -> list[Ended]:
+    """How as many ranks end that call `case(*args)`; None for the code of one that hangs.
+
+    stopped  a rank that stops itself, and goes on when the others have ended
+    """
     port, processes = free_port(), []
     for rank in range(ranks):
         told = (rank, ranks, port, sys.path, tmp_path, case, args)
         processes.append(forked().Process(target=_live, args=told))
         processes[-1].start()
     until = time.monotonic() + PATIENCE_S
+    for rank, process in sorted(enumerate(processes), key=lambda row: row[0] == stopped):
+        if rank == stopped:
+            os.kill(process.pid, signal.SIGCONT)
+        process.join(max(0.0, until - time.monotonic()))
     found = []
     for rank, process in enumerate(processes):
-        process.join(max(0.0, until - time.monotonic()))
         found.append(Ended(process.exitcode, (tmp_path / f"rank-{rank}").read_text()))
         process.kill()
         process.join()

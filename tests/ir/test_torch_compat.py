@@ -831,6 +831,22 @@ def store_of_ranks() -> None:
 
 
 @contract
+def where_store_is() -> None:
+    stores = dist.HashStore(), dist.TCPStore("localhost", 0, is_master=True)
+    port = stores[1].port
+    for store, told in zip(stores, [(False, "", None), (False, "localhost", port)], strict=True):
+        below = dist.PrefixStore("below", store)
+        dist.init_process_group("gloo", store=below, rank=0, world_size=1)
+        try:
+            assert private.where_store_is() == told
+            env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+            with patch.dict(os.environ, env):
+                assert private.where_store_is() == (store is stores[1], *told[1:])
+        finally:
+            dist.destroy_process_group()
+
+
+@contract
 def keys_below() -> None:
     store = dist.HashStore()
     below = private.keys_below("a", store)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from ended_ranks import AtTheVeryEnd, await_the_very_end, ended
 from rank_models import adamw, batch, words
 from sampled import sampled
+from torch.distributed.device_mesh import DeviceMesh
 
 import zcompile
 from zcompile.errors import ZinfError
 from zcompile.frontend.offload import session_behind
+from zcompile.runtime.closing import _close_all as closing_hook
 from zcompile.runtime.ranks.fabric import Fabric
 
 BUDGETS = {"device": "cpu", "device_memory": "4MiB", "host_memory": "64MiB"}
@@ -80,6 +82,28 @@ def test_a_rank_that_ends_blames_none_that_it_has_waited_for(tmp_path):
     assert stayed.code == 1, stayed.said
     assert "RankFailed: rank 1 on " in stayed.said
     assert "has ended its run after begin" in stayed.said
+
+
+def busy():
+    """Rank 1 ends while a lane of it is busy by itself; a hook of the user's, which was there
+    before zcompile was imported, then sends over the group of the user's mesh."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    fabric = Fabric([0, 1], mesh.get_group(), 60.0)
+    fabric.agree("begin")
+    told = torch.zeros(1)
+    if dist.get_rank() == 0:
+        dist.recv(told, 1, mesh.get_group())
+        assert told.item() == 7.0
+    else:
+        atexit.unregister(closing_hook)
+        atexit.register(lambda: dist.send(told + 7.0, 0, mesh.get_group()))
+        atexit.register(closing_hook)
+        fabric._submit("exchange", "add up", lambda: time.sleep(1.0), (), 0)
+    fabric.close(ZinfError("closed"))
+
+
+def test_a_lane_that_waits_for_nobody_closes_no_group_of_the_users(tmp_path):
+    assert ended(busy, 2, tmp_path) == [(0, ""), (0, "")]
 
 
 # --- Training that fails ---

@@ -1,21 +1,25 @@
 """The thread that watches other ranks."""
 
+import queue
 import threading
 import time
 
+import pytest
+
 from zcompile.runtime.ranks import watch
-from zcompile.runtime.ranks.watch import Watch
+from zcompile.runtime.ranks.asking import Asker
+from zcompile.runtime.ranks.watch import Keeper, RunningTime, Waiting, Watch
 
 
 class Slow:
-    """A store that is asked, and answers only when this rank has said that it ends."""
+    """A store that is asked, and does not answer until it is let."""
 
     def __init__(self) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
+        self.said: dict[str, str] = {}
 
     def set(self, key: str, value: str) -> None:
-        if key.startswith("ended/"):
-            self.answers.set()
+        self.said[key] = value
 
     def get(self, key: str) -> bytes:
         return b""
@@ -23,12 +27,13 @@ class Slow:
     def check(self, keys: list[str]) -> bool:
         self.asked.set()
         assert self.answers.wait(60)
-        time.sleep(0.2)  # it is still within torch
         return False
 
 
-def watching(store) -> Watch:
-    return Watch(store, 0, ["here"], 60.0, list, str, lambda error: None)
+def watching(store, timeout_s=60.0, waiting=list, failed=lambda error: None, rank=0) -> Watch:
+    asker = Asker(lambda: store, None)
+    hosts = ["here", "there"]
+    return Watch(asker, "", Keeper(0, "rank 0", ""), rank, hosts, timeout_s, waiting, str, failed)
 
 
 def test_a_look_that_is_under_way_is_over_when_the_watch_has_ended():
@@ -36,20 +41,51 @@ def test_a_look_that_is_under_way_is_over_when_the_watch_has_ended():
     store = Slow()
     watched = watching(store)
     assert store.asked.wait(60)
+    threading.Timer(0.2, store.answers.set).start()
     watched.end()
     assert not watched._thread.is_alive()
+    assert not watched._asker.is_alive
+    assert store.said["ended/0"] == "has ended its run after nothing yet"
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(watch, "LAST_LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.01)
     store = Slow()
-    store.set = lambda key, value: None
     watched = watching(store)
     assert store.asked.wait(60)
     watched.end()
-    assert watched._thread.is_alive()
+    watched._thread.join(60)
+    assert not watched._thread.is_alive()
+    assert watched._asker.is_alive
     store.answers.set()
-    watched._thread.join()
+    watched._asker._thread.join(60)
+    assert not watched._asker.is_alive
+
+
+def test_a_store_that_does_not_answer_is_a_cause_where_somebody_waits():
+    store, found, waits = Slow(), queue.SimpleQueue(), []
+    watched = watching(store, 0.2, lambda: waits, found.put, rank=1)
+    assert store.asked.wait(60)
+    with pytest.raises(queue.Empty):
+        found.get(timeout=0.5)
+    waits.append(Waiting("agree on forward", time.monotonic(), 0))
+    text = str(found.get(timeout=60))
+    assert "rank 0 on here has not answered for" in text
+    assert "its process keeps the store of torch.distributed" in text
+    store.answers.set()
+    watched.end()
+
+
+def test_time_for_which_a_process_stands_still_is_no_wait():
+    """All ranks are stopped, as by Ctrl-Z, and go on: none of them is late."""
+    times = [100.0, 100.1, 100.2, 160.2, 160.3]  # of the turn that took long a second counts
+    running = RunningTime(iter(times).__next__)
+    for _ in times[1:]:
+        running.turn()
+    assert running.since(100.0) == pytest.approx(1.3)
+    assert running.since(150.0) == pytest.approx(0.1)
+    assert running.since(160.2) == pytest.approx(0.1)
+    assert running.just_stood_still() == pytest.approx(60.0)
 
 
 def test_the_watch_may_end_itself():
@@ -64,5 +100,5 @@ def test_the_watch_may_end_itself():
         watched.end()
         ended.set()
 
-    watched = Watch(store, 0, ["here"], 60.0, list, str, failed)
+    watched = watching(store, failed=failed)
     assert ended.wait(60)

@@ -38,9 +38,11 @@ from zcompile.machine.model import RANK_LINKS, Machine, slowest_way
 from zcompile.runtime.device.pages import machine_bytes
 from zcompile.runtime.durable.worlds import directory_of_rank
 from zcompile.runtime.open import SHARE_OF_MACHINE
+from zcompile.runtime.ranks.asking import ANSWER_S, AskedStore, Asker
 from zcompile.runtime.ranks.fabric import DIGEST_BYTES, Fabric
 from zcompile.runtime.ranks.link import LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
+from zcompile.runtime.ranks.watch import Keeper, patience
 
 log = logging.getLogger("zcompile.frontend.ranks")
 
@@ -197,7 +199,12 @@ def _find_ranks() -> None:
     """Make the process group of a process that torchrun has started; what the start before a
     restart has left in the store of torchrun is not read. raises  RankFailed"""
     store, rank, size = store_of_torchrun()
-    start = meet(keys_below(f"zcompile/start/{size}", store), rank, size, FIND_RANKS_S).name
+    asker = Asker(lambda: keys_below(f"zcompile/start/{size}", store), None)
+    try:
+        asked = AskedStore(asker, patience(Keeper(None, "torchrun", ""), rank, FIND_RANKS_S))
+        start = meet(asked, rank, size, FIND_RANKS_S).name
+    finally:
+        asker.stop(ANSWER_S)
     dist.init_process_group("gloo", store=keys_below(start, store), rank=rank, world_size=size)
 
 

@@ -1412,6 +1412,23 @@ def store_of_ranks(name: str) -> Any:
     return keys_below(name, store.clone())
 
 
+def where_store_is() -> tuple[bool, str, int | None]:
+    """Whether torchrun keeps the store through which the ranks of torch.distributed have found each
+    other, and the host and port of the store; "" and None, if it has none."""
+    from torch.distributed import distributed_c10d
+
+    store: Any = distributed_c10d._get_default_store()
+    while isinstance(store, distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    port: int | None = getattr(store, "port", None)
+    if port is None:
+        return False, "", None
+    # torch.distributed.rendezvous asks for this variable too.
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    is_torchruns &= os.environ.get("MASTER_PORT") == str(port)
+    return is_torchruns, store.host, port
+
+
 def keys_below(name: str, store: Any) -> Any:
     """A store of the keys of another store that begin with `name`."""
     from torch.distributed import distributed_c10d

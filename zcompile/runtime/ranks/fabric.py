@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
@@ -44,20 +45,26 @@ from zcompile.ir.partition import (
     summed_over_replicas,
 )
 from zcompile.ir.rank_mesh import RankMesh
-from zcompile.ir.torch_compat import keys_below, materialised, store_of_ranks
+from zcompile.ir.torch_compat import materialised, store_of_ranks, where_store_is
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.progress import BOARD
+from zcompile.runtime.ranks.asking import ANSWER_S, AskedStore, Asker
 from zcompile.runtime.ranks.lane import Lane, Posts
 from zcompile.runtime.ranks.link import NOTHING, LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
 from zcompile.runtime.ranks.transport import (
-    LONGEST,
     TAGS,
     PeerGone,
     host_memory,
     host_rows,
 )
-from zcompile.runtime.ranks.watch import Store, Waiting, Watch
+from zcompile.runtime.ranks.watch import (
+    SILENT_S,
+    Keeper,
+    Waiting,
+    Watch,
+    patience,
+)
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Finishing, Promise, Ticket
 
@@ -65,6 +72,7 @@ log = logging.getLogger(__name__)
 
 LANES = ("agree", "gather", "exchange", "replicate")
 """The last one only where several groups each hold a whole."""
+JOINING = "make a process group"
 DIGEST_BYTES = 16
 TEXT_BYTES = 424
 """Of a record, for people: what a rank is about to do."""
@@ -236,6 +244,10 @@ class Fabric:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._pending: set[Promise] = set()
+        self._lanes: dict[str, Lane] = {}
+        self._joins_since: float | None = None
+        """When it has begun to make a process group with the others, on the monotonic clock; None:
+        it makes none."""
         self._calls = 0
         self.ranks_per_node = self.size
         self.links = LinksOfMesh.all_one(RankLink())
@@ -244,23 +256,60 @@ class Fabric:
         """Lane -> bytes that this rank has sent, and seconds that its collectives took, in all."""
         self._told = {lane: (0.0, 0.0) for lane in lanes}
         """As `moved`, when `totals` were reset last."""
-        # First through the store: what makes a group waits for a rank that never comes.
-        found = store_of_ranks(f"zcompile/{'-'.join(map(str, ranks))}/{number}")
-        name, self._hosts = meet(found, self.rank, self.size, timeout_s)
-        store: Store = keys_below(name, found)
-        _SESSIONS[tuple(ranks)] += 1
-        if group is None:
-            group = dist.new_group(list(ranks), timeout=LONGEST, backend="gloo")
+        below = f"zcompile/{'-'.join(map(str, ranks))}/{number}"
+        keeper, port = _keeper_of_store(self.ranks)
+        asker = Asker(lambda: store_of_ranks(below), port)
         with ExitStack() as undo:
-            self._lanes = {}
+            undo.callback(asker.stop, ANSWER_S)
+            # First through the store: what makes a group waits for a rank that never comes.
+            store = AskedStore(asker, patience(keeper, self.rank, timeout_s))
+            name, self._hosts = meet(store, self.rank, self.size, timeout_s)
+            _SESSIONS[self.ranks] += 1
+            self._watch = Watch(
+                asker,
+                f"{name}/",
+                keeper,
+                self.rank,
+                self._hosts,
+                timeout_s,
+                self._waiting,
+                self._doing,
+                self.fail,
+            )
+            undo.callback(self._watch.end)
+            if group is None:
+                group = self._own_group(timeout_s)
             for at, name in enumerate(lanes):
                 tag = TAGS + number * len(LANES) + at
                 self._lanes[name] = Lane(name, group, tag, self._crashed)
                 undo.callback(self._lanes[name].stop)
-            self._watch = Watch(
-                store, self.rank, self._hosts, timeout_s, self._waiting, self._doing, self.fail
-            )
             undo.pop_all()
+
+    def _own_group(self, timeout_s: float) -> Any:
+        """A process group of these ranks, which are all of the world.
+
+        Torch makes it in another thread: it waits there for a rank that has ended or stands still
+        since it has come, for longer than that is waited for here.
+        raises  RankFailed
+        """
+        made, promise = [], Promise()
+        longest = timedelta(seconds=timeout_s + 2 * SILENT_S)
+
+        def make() -> None:
+            with Finishing(promise):
+                made.append(dist.new_group(list(self.ranks), timeout=longest, backend="gloo"))
+
+        self._joins_since = time.monotonic()
+        try:
+            with self._lock:
+                self.check()
+                self._pending.add(promise)
+            threading.Thread(target=make, name="zinf-ranks-group", daemon=True).start()
+            _wait_for(promise)
+        finally:
+            self._pending.discard(promise)
+            self._joins_since = None
+        return made[0]
 
     @property
     def ranks_on_this_host(self) -> int:
@@ -289,9 +338,13 @@ class Fabric:
 
     def _doing(self) -> str:
         """What long work this rank does, or holds back; "": none."""
+        if self._joins_since is not None:
+            return JOINING
         return BOARD.doing() or next(filter(None, (link.holding() for link in self.links)), "")
 
     def _waiting(self) -> list[Waiting]:
+        if (since := self._joins_since) is not None:
+            return [Waiting(JOINING, since, other) for other in self._others()]
         found = (lane.waiting for lane in self._lanes.values())
         return [waiting for waiting in found if waiting is not None]
 
@@ -947,6 +1000,20 @@ class Fabric:
             "bytes": {lane: int(n - before[lane][0]) for lane, (n, _) in now.items()},
             "seconds": {lane: s - before[lane][1] for lane, (_, s) in now.items()},
         }
+
+
+def _keeper_of_store(ranks: Sequence[int]) -> tuple[Keeper, int | None]:
+    """Who keeps the store of torch.distributed, and its port; None: it has none.
+
+    ranks  of the world, which a session has
+    """
+    is_torchruns, host, port = where_store_is()
+    where = f" (at {host}:{port})" if port is not None else ""
+    if is_torchruns:
+        return Keeper(None, "torchrun", where), port
+    if 0 not in ranks:
+        return Keeper(None, "rank 0 of the world", where), port
+    return Keeper(list(ranks).index(0), "rank 0", where), port
 
 
 @contextmanager

@@ -38,7 +38,9 @@ LAST_JOB_S = 0.1
 """Seconds for which, at the end of the process, the jobs of all lanes are waited for that wait for
 nobody; one that takes longer is taken to wait for another rank."""
 LAST_WAIT_S = 2.0
-"""Seconds for which the threads of all lanes are waited for once nothing waits for other ranks."""
+"""Seconds for which the threads of all lanes are waited for after that."""
+LOOK_AGAIN_S = 0.02
+"""Seconds after which, meanwhile, it is looked again which of them wait for other ranks."""
 
 
 class Posts:
@@ -314,18 +316,22 @@ def _end_threads() -> None:
 
     A daemon thread that is within torch when the interpreter ends, and comes back from there, ends
     the process by a signal ("terminate called"). After a failure threads of lanes wait there for
-    messages of other ranks, and come back when those end too.
+    messages of other ranks, and come back when those end too. One that does not wait comes back by
+    itself: for its sake no group is closed, which may be the user's, whose hooks may come yet.
     """
     alive = [lane for lane in _LANES if lane.is_alive]
     until = time.monotonic() + LAST_JOB_S
     for lane in alive:
         lane.stop(until)
-    for lane in alive:
-        if lane.is_alive:
-            lane.end_messages()
     until = time.monotonic() + LAST_WAIT_S
-    for lane in alive:
-        lane.stop(until)
+    ended: set[Lane] = set()
+    while (now := time.monotonic()) < until and (alive := [one for one in alive if one.is_alive]):
+        for lane in alive:
+            if lane.waiting is not None and lane not in ended:
+                lane.end_messages()
+                ended.add(lane)
+        for lane in alive:
+            lane.stop(min(until, now + LOOK_AGAIN_S))
 
 
 call_last(_end_threads)

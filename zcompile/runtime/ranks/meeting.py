@@ -17,7 +17,8 @@ import time
 from typing import NamedTuple
 
 from zcompile.errors import RankFailed
-from zcompile.runtime.ranks.watch import MESH, Store
+from zcompile.runtime.ranks.asking import Store
+from zcompile.runtime.ranks.watch import MESH
 
 POLL_S = 0.005
 """Seconds between two looks at the store."""

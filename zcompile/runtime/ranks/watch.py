@@ -4,18 +4,28 @@ A rank that fails says why in the store of `torch.distributed`, through which ra
 a thread of each rank looks there ten times a second, and ends what waits with that cause. A rank
 that is killed says nothing: who talks to it sees the connection close, and says so for it. A rank
 that never comes is missed once something has waited for it for longer than `rank_timeout`, unless
-it is busy with long work of its own, as compiling is.
+it is busy with long work of its own, as compiling is. So is one that cannot be asked for, since the
+store does not answer for as long. Time for which this process itself stood still is not counted.
 """
 
 import json
+import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from zcompile.errors import RankFailed, RanksDiffer, ZinfError
+from zcompile.runtime.ranks.asking import (
+    ANSWER_S,
+    LONGEST_TURN_S,
+    AskedStore,
+    Asker,
+    StoreSilent,
+    Turn,
+)
 
 LOOK_S = 0.1
 """Seconds between two looks: a rank that raises is known to all in a tenth of the second that they
@@ -24,9 +34,6 @@ GRACE_S = 1.0
 """Seconds for which what an ended rank has sent before may still arrive."""
 SILENT_S = 10.0
 """Seconds after which a rank that is busy, and does not say so any more, is taken to be gone."""
-LAST_LOOK_S = 1.0
-"""Seconds for which the last look is waited for. At the end of a process the interpreter ends its
-threads, and the process with them if one is within torch by then ("terminate called")."""
 FAILED = "failed"
 ADVICE = "see its own output; start all ranks again, from the last checkpoint"
 
@@ -37,14 +44,17 @@ MESH = (
 )
 
 
-class Store(Protocol):
-    """What is used of a store of torch.distributed."""
+class Keeper(NamedTuple):
+    """In whose process the store lies.
 
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: str, wanted: str) -> bytes: ...
-    def set_timeout(self, timeout: timedelta) -> None: ...
+    rank   of those that are watched; None: in none of theirs
+    whose  for people
+    where  the address, for people
+    """
+
+    rank: int | None
+    whose: str
+    where: str
 
 
 class Waiting(NamedTuple):
@@ -60,10 +70,78 @@ class Waiting(NamedTuple):
     for_: int
 
 
+class _Over(Exception):
+    """The watch waits for an answer of the store no more: the ranks cannot go on with `error`, or,
+    if that is None, this rank uses the model no more."""
+
+    def __init__(self, error: RankFailed | None) -> None:
+        super().__init__()
+        self.error = error
+
+
+def patience(keeper: Keeper, rank: int, timeout_s: float) -> Turn:
+    """A turn of a rank that asks the store before ranks know of each other; it raises
+    RankFailed."""
+
+    def turn(waited: float) -> None:
+        if waited <= timeout_s:
+            return
+        silent = f"has not answered for {waited:.0f} s"
+        if keeper.rank is not None:
+            why = f"{silent}: {_keeps(keeper)}, through which ranks find each other"
+            raise RankFailed(keeper.rank, "a host that is not known yet", why, ADVICE)
+        why = f"has not found the others: {_kept(keeper)}, {silent}"
+        raise RankFailed(rank, socket.gethostname(), why, ADVICE)
+
+    return turn
+
+
+def _keeps(keeper: Keeper) -> str:
+    return f"its process keeps the store of torch.distributed{keeper.where}"
+
+
+def _kept(keeper: Keeper) -> str:
+    return f"the store of torch.distributed{keeper.where}, which {keeper.whose} keeps"
+
+
+class RunningTime:
+    """Tells how long something has waited, but for the time in which this process stood still, as
+    one that is stopped does: what others did meanwhile, it cannot know.
+
+    clock  seconds that only go up
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._before = clock()
+        self._still: deque[tuple[float, float]] = deque(maxlen=256)
+        """When it went on, and how many seconds before that do not count."""
+
+    def turn(self) -> None:
+        """Called several times a second, unless this process stands still."""
+        now = self._clock()
+        if (still := now - self._before - LONGEST_TURN_S) > 0.0:
+            self._still.append((now, still))
+        self._before = now
+
+    def since(self, begun: float) -> float:
+        """Seconds since a time on the clock, as of the last turn."""
+        still = sum(min(seconds, until - begun) for until, seconds in self._still if until > begun)
+        return max(0.0, self._before - begun - still)
+
+    def just_stood_still(self) -> float:
+        """Seconds for which it has stood still at most, until a few seconds ago or later."""
+        since = self._before - SILENT_S
+        found = [seconds + LONGEST_TURN_S for until, seconds in self._still if until > since]
+        return max(found, default=0.0)
+
+
 class Watch:
     """Watches the other ranks for one session, in a thread of its own.
 
-    store      of torch.distributed, over a connection of its own
+    asker      of the store of torch.distributed; it is the watch's own from here on
+    below      what its keys begin with
+    keeper     who has the store
     hosts      of each rank
     timeout_s  longest that a rank is waited for
     waiting    the collectives that wait now
@@ -73,7 +151,9 @@ class Watch:
 
     def __init__(
         self,
-        store: Store,
+        asker: Asker,
+        below: str,
+        keeper: Keeper,
         rank: int,
         hosts: list[str],
         timeout_s: float,
@@ -81,7 +161,9 @@ class Watch:
         doing: Callable[[], str],
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._store, self._rank, self._hosts = store, rank, hosts
+        self._asker, self._keeper = asker, keeper
+        self._store = AskedStore(asker, self._turn, below)
+        self._rank, self._hosts = rank, hosts
         self._timeout_s = timeout_s
         self._waiting, self._doing, self._failed = waiting, doing, failed
         self._end = threading.Event()
@@ -89,6 +171,7 @@ class Watch:
         """Whether the store cannot be asked any more: each time torch would warn at length."""
         self._said: tuple[int, str, str] | None = None
         self._beat = 0.0
+        self._running = RunningTime()
         self.calls = 0
         """Agreements that this rank has begun."""
         self.last = "nothing yet"
@@ -122,9 +205,11 @@ class Watch:
             if (error := self._read_failure()) is not None:
                 return error
             time.sleep(LOOK_S / 5)
-        ended = self._get(f"ended/{rank}")
-        self._say(rank, ended or "is gone: its process ended without a word, as one that is killed")
-        return self._read_failure() or self._error(rank, "is gone")
+        why = self._get(f"ended/{rank}")
+        why = why or "is gone: its process ended without a word, as one that is killed"
+        why += self._as_it_stood_still()
+        self._say(rank, why)
+        return self._read_failure() or self._error(rank, why)
 
     def end(self) -> None:
         """This rank uses the model no more."""
@@ -138,7 +223,8 @@ class Watch:
         if error is not None and not isinstance(error, ZinfError):
             self._say(self._rank, f"{text} after {self.last}")
         if threading.current_thread() is not self._thread:
-            self._thread.join(LAST_LOOK_S)
+            self._thread.join(ANSWER_S)  # longer than a turn
+        self._asker.stop(ANSWER_S)
 
     def _say(self, rank: int, why: str) -> None:
         try:
@@ -174,16 +260,61 @@ class Watch:
         return self._error(rank, why)
 
     def _run(self) -> None:
-        while not self._end.wait(LOOK_S):
-            if not self._can_be_asked():
-                self._gone = True
-                self._failed(self._error(0, "is gone, and with it the store of torch.distributed"))
-                return
-            error = self._read_failure() or self._missed()
-            if error is not None:
-                self._failed(error)
-                return
-            self._tell()
+        try:
+            while not self._end.wait(LOOK_S):
+                self._look()
+                self._tell()
+        except _Over as over:
+            if over.error is not None and not self._end.is_set():
+                self._failed(over.error)
+
+    def _look(self) -> None:
+        """raises  _Over"""
+        self._running.turn()
+        if not self._can_be_asked():
+            raise _Over(self._without_store(f"is gone{self._as_it_stood_still()}"))
+        if (error := self._read_failure() or self._missed()) is not None:
+            raise _Over(error)
+
+    def _turn(self, waited: float) -> None:
+        """The store has not answered for some seconds. raises  StoreSilent, _Over"""
+        if threading.current_thread() is not self._thread:
+            if waited > ANSWER_S or self._asker.is_silent:
+                raise StoreSilent("it does not answer")
+            return
+        if self._end.is_set():
+            raise _Over(None)
+        self._running.turn()
+        if waited <= self._timeout_s:
+            return
+        for wait in self._waiting():
+            if self._running.since(wait.since) > self._timeout_s:
+                raise _Over(self._without_store(f"has not answered for {waited:.0f} s", wait))
+
+    def _without_store(self, what: str, wait: Waiting | None = None) -> RankFailed:
+        """The error where the store cannot be asked.
+
+        what  has become of it
+        wait  that has taken too long; None: none has
+        """
+        self._gone, keeper = True, self._keeper
+        if keeper.rank is not None:
+            return self._error(
+                keeper.rank, f"{what}: {_keeps(keeper)}, through which ranks know of each other"
+            )
+        if wait is None:
+            why = f"watches the others no more: {_kept(keeper)}, {what}"
+            return self._error(self._rank, why)
+        why = f"did not come to {wait.what}: why is not known, since {_kept(keeper)}, {what}"
+        return self._error(wait.for_, why)
+
+    def _as_it_stood_still(self) -> str:
+        """Why others are gone, for people: they have waited for this rank for too long, and it
+        could not hear so; "", if that is not why."""
+        seconds = self._running.just_stood_still()
+        if seconds <= self._timeout_s:
+            return ""
+        return f", while rank {self._rank} stood still for {seconds:.0f} s"
 
     def _can_be_asked(self) -> bool:
         """Whether the store is there: it is in the process of rank 0, unless torchrun keeps it."""
@@ -213,17 +344,19 @@ class Watch:
 
     def _missed(self) -> RankFailed | None:
         """The error about a rank that is waited for, and has ended, or does not come."""
+        waits = [(self._running.since(wait.since), wait) for wait in self._waiting()]
+        waits = [(seconds, wait) for seconds, wait in waits if seconds > GRACE_S]
+        if not waits:
+            return None
         now = time.monotonic()
-        for wait in self._waiting():
-            seconds = now - wait.since
-            if seconds < GRACE_S:
+        for rank in range(len(self._hosts)):
+            if rank == self._rank or not (text := self._get(f"ended/{rank}")):
                 continue
-            for rank in range(len(self._hosts)):
-                if rank == self._rank or not (text := self._get(f"ended/{rank}")):
-                    continue
-                if now - self._ended.setdefault(rank, now) > GRACE_S:
-                    self._say(rank, f"{text}, while others go on with {wait.what}")
-                    return self._read_failure()
+            if now - self._ended.setdefault(rank, now) > GRACE_S:
+                self._say(rank, f"{text}, while others go on with {waits[0][1].what}")
+                return self._read_failure()
+        for seconds, wait in waits:
+            self._is_busy(wait.for_)  # from here on, to know by then for how long it was silent
             if seconds > self._timeout_s and (error := self._late(wait, seconds)) is not None:
                 return error
         return None
@@ -231,24 +364,27 @@ class Watch:
     def _late(self, wait: Waiting, seconds: float) -> RankFailed | None:
         """The error about a rank that does not come; None as long as it is busy."""
         behind = [
-            (calls, rank, last, doing, beat)
+            (calls, rank, last)
             for rank in range(len(self._hosts))
             if rank != self._rank
-            for calls, last, doing, beat in [self._state(rank)]
+            for calls, last, _, _ in [self._state(rank)]
             if calls < self.calls or rank == wait.for_
         ]
-        calls, rank, last, doing, beat = min(behind)
-        now = time.monotonic()
-        if doing:
-            known, seen = self._busy.get(rank, (-1.0, now))
-            if known != beat:
-                self._busy[rank] = beat, now
-                return None
-            if now - seen < SILENT_S:
-                return None
+        calls, rank, last = min(behind)
+        if self._is_busy(rank):
+            return None
         self._say(
             rank,
             f"did not come within {seconds:.0f} s to {wait.what}: the last that it came to was "
             f"{last} (its call {calls}, of {self.calls} here)",
         )
         return self._read_failure()
+
+    def _is_busy(self, rank: int) -> bool:
+        """Whether a rank is busy with long work, and has said so lately."""
+        _, _, doing, beat = self._state(rank)
+        known, seen = self._busy.get(rank, (-1.0, 0.0))
+        if known != beat:
+            self._busy[rank] = beat, time.monotonic()
+            return bool(doing)
+        return bool(doing) and self._running.since(seen) < SILENT_S

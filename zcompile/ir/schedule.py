@@ -734,6 +734,20 @@ class Schedule:
         return {index: tuple(run) for index, run in runs.items() if len(run) > 1}
 
     @cached_property
+    def at_rest(self) -> "tuple[Run | Reduce, ...]":
+        """What it computes and which gradients it makes, in order, of a backward that moves
+        nothing else and borrows all that it reads; each gradient is whole, and dropped by the call.
+        Nothing, of any other schedule."""
+        if self.phase is not Phase.BACKWARD or not all(map(_is_at_rest, self.instructions)):
+            return ()
+        return tuple(x for x in self.instructions if isinstance(x, Run | Reduce))
+
+    @cached_property
+    def borrows(self) -> "tuple[Borrow, ...]":
+        """All that it borrows, in order."""
+        return tuple(x for x in self.instructions if isinstance(x, Borrow))
+
+    @cached_property
     def opening(self) -> "tuple[Borrow, ...]":
         """The borrows that it begins with, for what the device computes."""
         return tuple(takewhile(_is_for_device, self.instructions))  # type: ignore[arg-type]
@@ -807,6 +821,15 @@ class Schedule:
 def _is_for_device(x: Instruction) -> bool:
     """Whether an instruction lends the device an entry."""
     return isinstance(x, Borrow) and not x.on_host
+
+
+def _is_at_rest(x: Instruction) -> bool:
+    """Whether an instruction moves nothing, but a whole gradient that may rest where it is made."""
+    if isinstance(x, Reduce):
+        return x.drop and x.parts is None and not x.of_nbytes and not x.bucketed
+    if isinstance(x, Run):
+        return x.late is None and not x.region.on_host
+    return _is_for_device(x)
 
 
 @dataclass(frozen=True)

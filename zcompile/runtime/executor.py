@@ -11,11 +11,11 @@ when backward is over, or never comes, the entry is freed.
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import EllipsisType
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -54,9 +54,15 @@ from zcompile.runtime.gradients.gradients import Gradients
 from zcompile.runtime.gradients.leaves import owner_of
 from zcompile.runtime.host_updates import HostUpdates, HostWalk
 from zcompile.runtime.late import JoiningRows, LateUpdates, Progress
-from zcompile.runtime.live_memory import NO_STORAGES, CallMemory, InFlightGradients, LiveMemory
+from zcompile.runtime.live_memory import (
+    NO_STORAGES,
+    CallMemory,
+    InFlightGradients,
+    Lingering,
+    LiveMemory,
+)
 from zcompile.runtime.meter import Walk
-from zcompile.runtime.profile import Clocks, Noted, Recorder, nobody_looks
+from zcompile.runtime.profile import Clocks, Noted, Recorder, Timer, nobody_looks
 from zcompile.runtime.ranks.calls import CallDigests, MarkedGradients, marked_gradients
 from zcompile.runtime.ranks.fabric import Fabric, Marked, digest_of, told_to_ranks
 from zcompile.runtime.store import resident
@@ -202,6 +208,17 @@ def bytes_of(value: Tensor, layout: Layout) -> Tensor:
 
 # --- The walk ---
 
+
+class Counted(NamedTuple):
+    """What a backward of which every gradient rests on the device had live, when it was counted.
+
+    most_more  at most, beyond what was live when it began
+    lingering  the gradients that counted as in flight when it had ended
+    """
+
+    most_more: int
+    lingering: Lingering
+
 MOST_PEAKS = 4096
 """Schedules, at the sizes of their calls, of which the peaks are remembered."""
 
@@ -245,6 +262,8 @@ class Executor:
         self._walker: int | None = None
         """The thread that walks a schedule."""
         self._walked: set[int] = set()
+        self.counted: dict[tuple[int, tuple[int, ...]], Counted] = {}
+        """By serial and sizes of a schedule; as many as there are `_peaks`, at most."""
         self._peaks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.recorder = Recorder()
         self.call_digests = CallDigests()
@@ -481,6 +500,7 @@ class Executor:
         if key not in self._peaks:
             if len(self._peaks) >= MOST_PEAKS:
                 self._peaks.clear()
+                self.counted.clear()
             self._peaks[key] = device_peak(schedule), held_peak(schedule)
         together, beside = self._peaks[key]
         homes = self.store.homes
@@ -539,6 +559,7 @@ class _Call:
         self.store = executor.store
         self.progress, self.joining = progress, joining
         self.gradients, self.in_flight = executor.gradients, executor.in_flight
+        self.counted, self.live_memory = executor.counted, executor.live_memory
         self.held = CallMemory(executor.live_memory, schedule.holds, schedule.levels, values)
         self.schedule = schedule
         self.values = values
@@ -630,8 +651,49 @@ class _Call:
         self.watch.over()
 
     def _run_instructions(self) -> None:
-        """The loop."""
+        """The loop; or the short one, where all rests on the device and such a call was counted."""
         watch, timed, ready = self.watch, self.watch.timed, self.foresight.ready
+        at_rest, resting = self.schedule.at_rest, self.gradients.on_device
+        sinks = len(self.schedule.lone_gradients)
+        if at_rest and resting.to_come == sinks and self.in_flight.at_rest():
+            key = self.schedule.serial, self.schedule.holds.sizes
+            looks = timed or ready or is_profiling() or self.cores is not None
+            if not looks and (counted := self.counted.get(key)) is not None:
+                self._run_at_rest(at_rest, counted)
+                return
+            self._walk_instructions(watch, timed, ready)
+            if resting.made == sinks:
+                lingering = self.in_flight.lingering()
+                self.counted[key] = Counted(self.held.most_more(), lingering)
+            return
+        self._walk_instructions(watch, timed, ready)
+
+    def _run_at_rest(self, rows: Sequence[Run | Reduce], counted: Counted) -> None:
+        """As `_walk_instructions`, of a call in which nothing moves. What it has live was counted
+        in one like it: of hundreds of small instructions that takes longer than computing them."""
+        values, leaves, resting = self.values, self.leaves, self.gradients.on_device
+        self._borrow_each(self.schedule.borrows)
+        self.live_memory.rise(counted.most_more)
+        staying: list[Tensor] = []
+        for x in rows:
+            if isinstance(x, Run):
+                compute(x, values, resting.targets(x.into, leaves))
+                continue
+            grad, values[x.value] = values[x.value], None
+            held = resting.receive(leaves[x.entry], grad)
+            if held is None:  # it has another layout than those before it: it leaves by itself
+                values[x.value] = grad
+                mark = self.store.device.mark()
+                self.tickets.update(dict.fromkeys(x.after, mark))
+                self._reduce(x)
+            elif x.stays:
+                staying.append(grad)
+        self.held.abandon()
+        self.live_memory.hold_each(staying)
+        self.in_flight.linger(counted.lingering)
+
+    def _walk_instructions(self, watch: Timer, timed: bool, ready: Container[int]) -> None:
+        """Carry out one instruction after the other."""
         instructions, begin = self.schedule.instructions, 0
         if is_profiling():
             actions = named_actions()

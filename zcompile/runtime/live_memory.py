@@ -70,6 +70,11 @@ class LiveMemory:
         self._reap()
         return self._gauge.now
 
+    @property
+    def counted(self) -> int:
+        """As `nbytes`, with what died since somebody looked."""
+        return self._gauge.now
+
     def exchange(
         self, dropped: Iterable[LiveStorages], made: Iterable[object]
     ) -> list[LiveStorages]:
@@ -116,6 +121,20 @@ class LiveMemory:
             assert row.holders, "a call holds it still"
             row.holders += 1
             row.watch_by(tie_to(storage, self._died, row))
+
+    def hold_each(self, values: Iterable[Tensor]) -> None:
+        """As `keep` of values that nobody holds yet."""
+        self._reap()
+        change = 0
+        for value in values:
+            storage = storage_of(value)
+            row = self._row(storage)
+            if row.holders == 0:
+                change += row.nbytes
+            row.holders += 1
+            row.watch_by(tie_to(storage, self._died, row))
+        if change:
+            self._gauge.change(change)
 
     def drop(self, rows: LiveStorages) -> None:
         """Drop some storages."""
@@ -197,15 +216,23 @@ class CallMemory:
         given = [*holds.given]
         rows = live_memory.exchange((), (values[r] for r in given))
         self._lent = live_memory.exchange((), (values[r] for r in holds.lent))
+        self._begun = live_memory.counted
+        self._most_more = 0
         self._rows: dict[int, LiveStorages] = dict(zip(given, rows, strict=True))
 
     def rises(self) -> LiveBytes:
         """The next instruction that changes live bytes is about to run; returns its planned
         bytes."""
-        level = next(self._levels, NO_LEVEL)
-        if level.peak > level.before:
-            self._live_memory.rise(level.peak - level.before)
+        level, live = next(self._levels, NO_LEVEL), self._live_memory
+        more = max(0, level.peak - level.before)
+        if more:
+            live.rise(more)
+        self._most_more = max(self._most_more, live.counted + more - self._begun)
         return level
+
+    def most_more(self) -> int:
+        """The most bytes that were live by now, beyond those that were when the call began."""
+        return max(self._most_more, self._live_memory.counted - self._begun)
 
     def ran(self, run: Run, values: Sequence[Any], placed: bool = False) -> None:
         """A region has made its results, and dropped what nobody reads any more.
@@ -272,6 +299,10 @@ class _InFlight(NamedTuple):
     rows: LiveStorages
 
 
+Lingering = tuple[tuple[int, int], ...]
+"""Of gradients in flight when a call has ended, their bytes, and those that are live for that."""
+
+
 class InFlightGradients:
     """The gradients in flight to their home tiers, oldest first.
 
@@ -335,6 +366,23 @@ class InFlightGradients:
         rows = self._live_memory.pass_on(held, value)
         self._transfers.append(_InFlight(nbytes, ((ticket, value),), rows))
         self._nbytes += nbytes
+
+    def at_rest(self) -> bool:
+        """Whether nothing is read that moves: gradients count as in flight that are at home."""
+        return not any([transfer.sent for transfer in self._transfers])
+
+    def lingering(self) -> "Lingering":
+        """Those in flight that are at home and do not stay."""
+        rows = ((x.nbytes, sum([r.nbytes for r in x.rows if not r.watch])) for x in self._transfers)
+        return tuple([(nbytes, live) for nbytes, live in rows if live])
+
+    def linger(self, rows: "Lingering") -> None:
+        """Let those be in flight that `lingering` told of, and no others; none of them moves."""
+        self.wait_down_to()
+        for nbytes, live in rows:
+            (held,) = self._live_memory.exchange((), [LiveStorage(0, live)])
+            self._transfers.append(_InFlight(nbytes, (), held))
+            self._nbytes += nbytes
 
     def wait_down_to(self, most_bytes: int = 0) -> None:
         """Let compute join the oldest until at most `most_bytes` are in flight.

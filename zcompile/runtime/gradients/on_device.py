@@ -136,6 +136,16 @@ class DeviceGradients:
         places = [c.target for c in expected if c is not None]
         return places if len(places) == len(expected) else ()
 
+    @property
+    def to_come(self) -> int:
+        """How many gradients are to come that have an address, or may stay."""
+        return len(self._expected) + len(self._may_stay)
+
+    @property
+    def made(self) -> int:
+        """How many have come, and rest there."""
+        return len(self._made)
+
     def receive(self, leaf: Leaf, grad: Tensor) -> Tensor | LiveStorage | None:
         """Take over `grad`, which is computed: at its reserved address when this returns, or
         staying.

@@ -138,7 +138,7 @@ class ResidentViews:
 
         of  serial of the schedule that borrows them, which gives the views to each of its calls
         """
-        if self.kept is not None:
+        if self.kept is not None and len(self.kept.views) == len(borrows):
             return self._as_before(self.kept, borrows, of)
         found = self._viewed(borrows, of)
         if borrows:

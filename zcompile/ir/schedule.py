@@ -736,9 +736,11 @@ class Schedule:
     @cached_property
     def at_rest(self) -> "tuple[Run | Reduce, ...]":
         """What it computes and which gradients it makes, in order, of a backward that moves
-        nothing else and borrows all that it reads; each gradient is whole, and dropped by the call.
-        Nothing, of any other schedule."""
+        nothing else and borrows all that it reads; each gradient is whole, the only one of its
+        parameter, and dropped by the call. Nothing, of any other schedule."""
         if self.phase is not Phase.BACKWARD or not all(map(_is_at_rest, self.instructions)):
+            return ()
+        if len(self.lone_gradients) < len(self._gradients()):
             return ()
         return tuple(x for x in self.instructions if isinstance(x, Run | Reduce))
 

@@ -219,6 +219,7 @@ class Counted(NamedTuple):
     most_more: int
     lingering: Lingering
 
+
 MOST_PEAKS = 4096
 """Schedules, at the sizes of their calls, of which the peaks are remembered."""
 

@@ -76,6 +76,44 @@ def test_a_store_that_does_not_answer_is_a_cause_where_somebody_waits():
     watched.end()
 
 
+class Kept:
+    """A store in the process of a rank, which answers until that process is gone."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+        self.looked, self.gone = threading.Semaphore(0), False
+
+    def set(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.said[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.gone:
+            raise RuntimeError("the connection was closed")
+        self.looked.release()
+        return all(key in self.said for key in keys)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_what_the_rank_with_the_store_says_at_its_end_is_told_when_it_is_gone(says_so):
+    """With its process the store ends, and what is in it."""
+    store, found = Kept(), queue.SimpleQueue()
+    watched = watching(store, failed=found.put, rank=1)
+    if says_so:
+        store.set("ended/0", "has ended its run after step 3")
+    while store.looked.acquire(blocking=False):
+        pass  # looks before that
+    for _ in range(8):  # two looks and more
+        assert store.looked.acquire(timeout=60)
+    store.gone = True
+    text = str(found.get(timeout=60))
+    expected = "has ended its run after step 3" if says_so else "is gone"
+    assert f"rank 0 on here {expected}: its process keeps the store" in text
+    watched.end()
+
+
 def test_time_for_which_a_process_stands_still_is_no_wait():
     """All ranks are stopped, as by Ctrl-Z, and go on: none of them is late."""
     times = [100.0, 100.1, 100.2, 160.2, 160.3]  # of the turn that took long a second counts

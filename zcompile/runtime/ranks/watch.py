@@ -176,6 +176,8 @@ class Watch:
         """Agreements that this rank has begun."""
         self.last = "nothing yet"
         """What it has agreed on last."""
+        self._keeper_ended = ""
+        """What the rank that has the store has said at its end, with which the store ends."""
         self._ended: dict[int, float] = {}
         """Ranks that have ended, and when that was seen."""
         self._busy: dict[int, tuple[float, float]] = {}
@@ -272,7 +274,10 @@ class Watch:
         """raises  _Over"""
         self._running.turn()
         if not self._can_be_asked():
-            raise _Over(self._without_store(f"is gone{self._as_it_stood_still()}"))
+            what = self._keeper_ended or "is gone"
+            raise _Over(self._without_store(f"{what}{self._as_it_stood_still()}"))
+        if self._keeper.rank is not None and not self._keeper_ended:
+            self._keeper_ended = self._get(f"ended/{self._keeper.rank}")
         if (error := self._read_failure() or self._missed()) is not None:
             raise _Over(error)
 

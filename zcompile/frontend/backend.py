@@ -71,7 +71,6 @@ from zcompile.passes.pipeline import DECIDED, decided, pipeline, run
 from zcompile.passes.plan_activations.graph import ActivationBudget
 from zcompile.passes.undefined_gradients import (
     TracedJoint,
-    Unfit,
     check_saved,
     drop_unread,
     named_alike,
@@ -350,12 +349,13 @@ class _Graph:
         drop_unread(joint)
         assign_phases(joint.graph, num_fwd_outputs)
         plan = run(joint, plan, decided(self.config), given=DECIDED)
-        if plan.beside.nbytes > self.plan.beside.nbytes:
-            raise Unfit("it holds more than the device has room for beside what is fetched")
-        plan = replace(plan, beside=self.plan.beside, budget_bytes=self.plan.budget_bytes)
+        if plan.beside.nbytes <= self.plan.beside.nbytes:
+            plan = replace(plan, beside=self.plan.beside, budget_bytes=self.plan.budget_bytes)
         fewer = replace(self, plan=plan)
         _, gm = fewer._cut(joint, num_fwd_outputs)
         check_saved(joint.graph, gm.graph, self.joint, backward)
+        if (session := self.session()) is not None and plan.budget_bytes is not None:
+            session.split.expect(plan.beside.nbytes)  # as of another graph, if that is more
         return fewer, gm
 
     def _leave_out(self, handles: Sequence[Any]) -> None:

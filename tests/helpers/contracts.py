@@ -119,6 +119,10 @@ def without_python_kernels() -> None:
     assert op not in ops_of(resize)
     with private.without_python_kernels([vec, op]):
         assert op in ops_of(resize)
+    asked = []
+    with private.without_python_kernels([op], {vec: lambda *args: asked.append(args)}):
+        ops_of(lambda x: [resize(x), x][1])
+    assert len(asked) == 1
     assert op not in ops_of(resize)
 
 

@@ -21,7 +21,7 @@ from zcompile.errors import BudgetExceeded
 from zcompile.frontend import backend
 from zcompile.frontend.offload import session_behind
 from zcompile.ir import ops, printer
-from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
+from zcompile.ir.eager_formulas import FORMULAS, INSTEAD, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, output_of
 from zcompile.ir.plan import GraphPlan
 from zcompile.ir.schedule import Schedule
@@ -148,7 +148,7 @@ def catch(model: nn.Module, *inputs: Any, grad: bool = True, **config: Any) -> J
         made = aot_backend(
             catcher.forward, catcher.backward, catcher.inference, catcher.partition, FORMULAS
         )
-        with without_python_kernels(LEFT_WHOLE):
+        with without_python_kernels(LEFT_WHOLE, INSTEAD):
             return made(gm, list(example_inputs))
 
     if not any(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as trees
 
 from zcompile.ir import torch_compat as private
-from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
+from zcompile.ir.eager_formulas import FORMULAS, INSTEAD, LEFT_WHOLE
 
 
 class Headed(nn.Module):
@@ -111,9 +111,46 @@ def test_the_gradient_of_what_is_made_larger_lies_as_in_eager_pytorch(mode, requ
     assert bits(pair.model, pair.call, x, False) == bits(pair.plain, pair.plain, x, False)
 
 
+class Pyramid(nn.Module):
+    """An image is resized to another, or by a factor of which the size is computed."""
+
+    def __init__(self, mode, dims, by_size):
+        super().__init__()
+        self.mode, self.dims, self.by_size = mode, dims, by_size
+        self.wide, self.coarse = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, stride=2)
+
+    def forward(self, x):
+        wide, coarse = self.wide(x), self.coarse(x)
+        if self.dims == 1:
+            wide, coarse = wide.flatten(2), coarse.flatten(2)
+        if self.by_size:
+            wide = wide + F.interpolate(coarse, size=wide.shape[2:], mode=self.mode)
+        else:
+            wide = F.interpolate(wide, scale_factor=1.7, mode=self.mode)
+            options = {"mode": self.mode, "recompute_scale_factor": True}
+            wide = wide.square().mean() + F.interpolate(coarse, scale_factor=2.5, **options)
+        return wide.square().mean()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("by_size", [True, False], ids=["size", "factor"])
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_images_are_resized_to_sizes_that_change_from_call_to_call(mode, dims, by_size, dynamic):
+    torch.manual_seed(0)
+    pair = twins(Pyramid(mode, dims, by_size), device_memory="16MiB", dynamic=dynamic)
+    for size in (8, 12, 11):
+        x = torch.randn(2, 3, size, size)
+        expected = bits(pair.plain, pair.plain, x, False)
+        assert bits(pair.model, pair.call, x, False) == expected
+
+
 def test_ops_are_taken_apart_again_once_a_graph_is_compiled():
     torch.compile(nn.Linear(2, 2), backend="zinf")(torch.ones(2))
     assert all(op.py_kernels for op in LEFT_WHOLE)
+    for op, ours in INSTEAD.items():
+        assert op.py_kernels
+        assert ours not in op.py_kernels.values()
 
 
 LISTED = {"masked_fill", "lu", "qr", "linalg.qr", "ormqr"}
@@ -161,7 +198,7 @@ def test_of_all_ops_of_torchs_table_only_what_is_listed_has_other_bits_when_trac
 
             with suppress(Exception):  # on purpose: what cannot be computed or traced is not ours
                 expected = computed(function, args, leaves)
-                with private.without_python_kernels(LEFT_WHOLE):
+                with private.without_python_kernels(LEFT_WHOLE, INSTEAD):
                     traced = aot_function(function, nop, nop, decompositions=dict(FORMULAS))
                     found = computed(traced, args, leaves)
                 same = all(

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as trees
 
 from zcompile.ir import torch_compat as private
-from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
+from zcompile.ir.eager_formulas import FORMULAS, INSTEAD, LEFT_WHOLE
 from zcompile.ir.eager_layouts import LAID_OUT, LAYOUTS
 
 aten = torch.ops.aten
@@ -181,7 +181,7 @@ def graphs_of(function, args, formulas):
         codes.append(gm.code)
         return make_boxed_func(gm)
 
-    with private.without_python_kernels(LEFT_WHOLE):
+    with private.without_python_kernels(LEFT_WHOLE, INSTEAD):
         traced = aot_function(function, compiler, compiler, decompositions=dict(formulas))
         traced(*(t.detach().requires_grad_() for t in args)).backward()
     return codes

@@ -27,7 +27,7 @@ from zcompile.frontend.step_log import write_steps
 from zcompile.frontend.timeline import dump_steps
 from zcompile.frontend.undefined_gradients import Backwards, Fewer, Tracing, takes_undefined
 from zcompile.ir import ops
-from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
+from zcompile.ir.eager_formulas import FORMULAS, INSTEAD, LEFT_WHOLE
 from zcompile.ir.graph import assign_phases, find, is_subgraph, module_of, phase_of
 from zcompile.ir.handles import leaf_of
 from zcompile.ir.plan import GraphMemory, GraphPlan, Rounding
@@ -135,7 +135,7 @@ def zinf(
     with (
         working(watch.name) as graph.work,
         unheard_graphs(),
-        without_python_kernels(LEFT_WHOLE),
+        without_python_kernels(LEFT_WHOLE, INSTEAD),
     ):
         graph.work.begin("tracing its compute")
         try:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from zcompile.frontend.own_thread import on_own_thread
-from zcompile.ir.eager_formulas import FORMULAS, LEFT_WHOLE
+from zcompile.ir.eager_formulas import FORMULAS, INSTEAD, LEFT_WHOLE
 from zcompile.ir.torch_compat import (
     aot_backend,
     is_part_of_tangent,
@@ -112,7 +112,7 @@ class Tracing:
                     cast = torch.autocast(kind, dtype=dtype, cache_enabled=self.cached)
                     stack.enter_context(cast)
                 stack.enter_context(unheard_graphs())
-                stack.enter_context(without_python_kernels(LEFT_WHOLE))
+                stack.enter_context(without_python_kernels(LEFT_WHOLE, INSTEAD))
                 stack.enter_context(traced_again(self.inputs, left_out))
                 try:
                     backend(self.gm, list(self.inputs))

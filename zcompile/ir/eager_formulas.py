@@ -6,9 +6,9 @@ multiplies with what it has divided and rounded to the dtype of the input; what 
 place, `native_dropout`, multiplies with the quotient of Python's floats.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,19 +19,15 @@ from zcompile.ir.torch_compat import Dispatched, without_modes
 
 aten = torch.ops.aten
 
+NEAREST: Mapping[Dispatched, Dispatched] = {
+    aten.upsample_nearest2d.vec: aten.upsample_nearest2d.default,
+    aten._upsample_nearest_exact2d.vec: aten._upsample_nearest_exact2d.default,
+}
+"""What makes an image larger by its nearest values, of a size or of factors -> of a size alone. Of
+lines and volumes the formulas have the bits of the kernels, which take no dynamic sizes in
+backward."""
 LEFT_WHOLE: tuple[Dispatched, ...] = (
-    aten.upsample_nearest1d.default,
-    aten.upsample_nearest1d.vec,
-    aten.upsample_nearest2d.default,
-    aten.upsample_nearest2d.vec,
-    aten.upsample_nearest3d.default,
-    aten.upsample_nearest3d.vec,
-    aten._upsample_nearest_exact1d.default,
-    aten._upsample_nearest_exact1d.vec,
-    aten._upsample_nearest_exact2d.default,
-    aten._upsample_nearest_exact2d.vec,
-    aten._upsample_nearest_exact3d.default,
-    aten._upsample_nearest_exact3d.vec,
+    *NEAREST.values(),
     aten.upsample_linear1d.vec,
     aten.upsample_bilinear2d.default,
     aten.upsample_bilinear2d.vec,
@@ -43,6 +39,30 @@ LEFT_WHOLE: tuple[Dispatched, ...] = (
 )
 """Ops whose formulas in Python have other bits than their kernels; or, of those that take the
 nearest value, a gradient that lies otherwise in memory, so that sums of it have other bits."""
+
+
+def _resized(
+    by_size: Dispatched, x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None
+) -> Any:
+    """As the kernel of C++ does, which takes no size that is dynamic.
+
+    x       [batch, channels, ...]
+    size    of each dimension of `...`, that it is to have; or
+    factors by how much it grows
+    """
+    if size is None:
+        assert factors is not None, "one of them is given"
+        size = [
+            n * int(factor) if factor == int(factor) else torch.sym_int(n * factor)
+            for n, factor in zip(x.shape[2:], factors, strict=True)
+        ]
+    return by_size(x, size, *(factors or ()))
+
+
+INSTEAD: Mapping[Dispatched, Callable[..., Any]] = {
+    op: partial(_resized, by_size) for op, by_size in NEAREST.items()
+}
+"""Op -> what tracing meets in place of its function in Python: an op that is left whole."""
 
 _within = ContextVar("_within", default=False)
 """Whether a formula of dropout is being traced, which has dropout in it."""

@@ -25,7 +25,7 @@ from datetime import timedelta
 from functools import cache, partial, wraps
 from importlib.util import find_spec
 from itertools import zip_longest
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -381,17 +381,25 @@ def unheard_graphs() -> Iterator[None]:
 
 
 @contextmanager
-def without_python_kernels(ops: Iterable[Dispatched]) -> Iterator[None]:
+def without_python_kernels(
+    ops: Iterable[Dispatched],
+    instead: Mapping[Dispatched, Callable[..., Any]] = MappingProxyType({}),
+) -> Iterator[None]:
     """Within, tracing meets the kernels that run in eager PyTorch, where torch has registered
-    functions in Python that it prefers while it traces."""
+    functions in Python that it prefers while it traces.
+
+    instead  ops of which tracing meets other functions in their place
+    """
     taken = [
         (op, key, op.py_kernels.pop(key))
-        for op in ops
+        for op in (*ops, *instead)
         for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
         if key in op.py_kernels
     ]
-    for op, _, _ in taken:
+    for op, key, _ in taken:
         op._dispatch_cache.clear()
+        if op in instead:
+            op.py_kernels[key] = instead[op]
     try:
         yield
     finally:

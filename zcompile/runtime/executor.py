@@ -1,4 +1,4 @@
-"""The executor walks schedules: one loop, no decisions.
+"""The executor walks schedules and decides nothing; where nothing moves, by a shorter loop.
 
 Decided at run time is only what cannot be known before: which entry a handle names, and which call
 comes next (`foresight.py`). Every fetch waits for the compute that was submitted before the call,
@@ -676,6 +676,7 @@ class _Call:
         self._borrow_each(self.schedule.borrows)
         self.live_memory.rise(counted.most_more)
         staying: list[Tensor] = []
+        left = False
         for x in rows:
             if isinstance(x, Run):
                 compute(x, values, resting.targets(x.into, leaves))
@@ -683,6 +684,7 @@ class _Call:
             grad, values[x.value] = values[x.value], None
             held = resting.receive(leaves[x.entry], grad)
             if held is None:  # it has another layout than those before it: it leaves by itself
+                left = True
                 values[x.value] = grad
                 mark = self.store.device.mark()
                 self.tickets.update(dict.fromkeys(x.after, mark))
@@ -691,7 +693,10 @@ class _Call:
                 staying.append(grad)
         self.held.abandon()
         self.live_memory.hold_each(staying)
-        self.in_flight.linger(counted.lingering)
+        if left:  # what is in flight is what has left: the next call is counted anew
+            self.counted.pop((self.schedule.serial, self.schedule.holds.sizes), None)
+        else:
+            self.in_flight.linger(counted.lingering)
 
     def _walk_instructions(self, watch: Timer, timed: bool, ready: Container[int]) -> None:
         """Carry out one instruction after the other."""

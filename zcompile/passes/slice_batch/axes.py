@@ -753,12 +753,8 @@ OVER_BATCH = frozenset(
 )
 """Ops that compute something of the whole batch, in results with a batch first."""
 RESIZES = (
-    aten.upsample_nearest1d.default,
     aten.upsample_nearest2d.default,
-    aten.upsample_nearest3d.default,
-    aten._upsample_nearest_exact1d.default,
     aten._upsample_nearest_exact2d.default,
-    aten._upsample_nearest_exact3d.default,
     aten.upsample_linear1d.default,
     aten.upsample_bilinear2d.default,
     aten.upsample_bicubic2d.default,
@@ -766,12 +762,8 @@ RESIZES = (
 )
 """Ops that make images larger or smaller."""
 RESIZES_BACKWARD = (
-    aten.upsample_nearest1d_backward.default,
     aten.upsample_nearest2d_backward.default,
-    aten.upsample_nearest3d_backward.default,
-    aten._upsample_nearest_exact1d_backward.default,
     aten._upsample_nearest_exact2d_backward.default,
-    aten._upsample_nearest_exact3d_backward.default,
     aten.upsample_linear1d_backward.default,
     aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default,

@@ -32,6 +32,9 @@ LONGEST_TURN_S = 1.0
 still."""
 ANSWER_S = 1.0
 """Seconds for which the store is waited for by who has other things to do, as to end."""
+TELL_S = 10.0
+"""Seconds for which the end of a process waits for a silent store that is to tell the others why
+this rank has failed."""
 CUT_S = 1.0
 """Seconds for which the thread may take to hear that its connection is cut."""
 
@@ -91,6 +94,8 @@ class Asker:
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         self.is_silent = False
         """Whether somebody has waited longer than `ANSWER_S`, and nothing was answered since."""
+        self.has_to_tell = False
+        """Whether others are to know what was asked last, and the store has not answered since."""
         self._has_stopped = False
         self._thread = threading.Thread(target=self._run, name="zinf-ranks-store", daemon=True)
         self._thread.start()
@@ -122,13 +127,18 @@ class Asker:
     def stop(self, timeout_s: float) -> None:
         """End the thread after what it was asked; idempotent.
 
-        timeout_s  for which the store may take to answer, unless it is silent already
+        timeout_s  for which the store may take to answer, unless it is silent already, and nobody
+                   is to know what it was asked
         """
         self._has_stopped = True
         self._asked.put(None)
         if self._thread is threading.current_thread():
             return
-        self._thread.join(0.0 if self.is_silent else timeout_s)
+        if self.has_to_tell:
+            timeout_s = TELL_S
+        elif self.is_silent:
+            timeout_s = 0.0
+        self._thread.join(timeout_s)
         if self._thread.is_alive() and self._port is not None:
             own = _sockets_to(self._port) - self._before if self._own is None else self._own
             _cut(own & _sockets_to(self._port))
@@ -146,6 +156,8 @@ class Asker:
             else:
                 asked.answer(store)
             self.is_silent = False
+            if self._asked.empty():
+                self.has_to_tell = False
 
 
 class AskedStore:
@@ -185,19 +197,27 @@ class _Socket(NamedTuple):
 
 def _sockets_to(port: int) -> frozenset[_Socket]:
     """The sockets of this process that are connected to a port; none where the system does not
-    tell."""
-    found = []
+    tell. None is touched: a socket of Python made of one would set its mode for all who have it."""
+    found, connected = [], _connected_to(port)
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # closed meanwhile, or connected to nothing
+            with suppress(OSError):  # closed meanwhile
                 status = os.fstat(int(name))
-                if not stat.S_ISSOCK(status.st_mode):
-                    continue
-                with socket.socket(fileno=os.dup(int(name))) as copy:
-                    is_of_network = copy.family in (socket.AF_INET, socket.AF_INET6)
-                    peer = copy.getpeername()
-                if is_of_network and peer[1] == port:
+                if stat.S_ISSOCK(status.st_mode) and status.st_ino in connected:
                     found.append(_Socket(int(name), status.st_ino))
+    return frozenset(found)
+
+
+def _connected_to(port: int) -> frozenset[int]:
+    """Inodes of the TCP sockets of this machine of which the other end has a port (proc(5))."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError), open(f"/proc/self/net/{table}") as rows:
+            next(rows, None)  # names of the columns
+            for row in rows:
+                columns = row.split()
+                if int(columns[2].rpartition(":")[2], 16) == port:
+                    found.append(int(columns[9]))
     return frozenset(found)
 
 
@@ -210,6 +230,15 @@ def _cut(sockets: frozenset[_Socket]) -> None:
 
 _ASKERS: WeakSet[Asker] = WeakSet()
 """Of this process."""
+_ASK_BY_TORCH: list[tuple[threading.Thread, int]] = []
+"""Threads that may wait for a store by a connection of torch's own, and its port."""
+
+
+def ends_with_process(thread: threading.Thread, port: int) -> None:
+    """Let a thread that waits for the store within torch come back before the interpreter is taken
+    down."""
+    _ASK_BY_TORCH[:] = [row for row in _ASK_BY_TORCH if row[0].is_alive()]
+    _ASK_BY_TORCH.append((thread, port))
 
 
 def _stop_all() -> None:
@@ -217,6 +246,10 @@ def _stop_all() -> None:
     for asker in list(_ASKERS):
         if asker.is_alive:
             asker.stop(ANSWER_S)
+    for thread, port in _ASK_BY_TORCH:
+        if thread.is_alive():
+            _cut(_sockets_to(port))
+            thread.join(CUT_S)
 
 
 call_last(_stop_all)

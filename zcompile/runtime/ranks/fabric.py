@@ -48,7 +48,7 @@ from zcompile.ir.rank_mesh import RankMesh
 from zcompile.ir.torch_compat import materialised, store_of_ranks, where_store_is
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.progress import BOARD
-from zcompile.runtime.ranks.asking import ANSWER_S, AskedStore, Asker
+from zcompile.runtime.ranks.asking import ANSWER_S, AskedStore, Asker, ends_with_process
 from zcompile.runtime.ranks.lane import Lane, Posts
 from zcompile.runtime.ranks.link import NOTHING, LinksOfMesh, RankLink
 from zcompile.runtime.ranks.meeting import meet
@@ -304,7 +304,11 @@ class Fabric:
             with self._lock:
                 self.check()
                 self._pending.add(promise)
-            threading.Thread(target=make, name="zinf-ranks-group", daemon=True).start()
+            thread = threading.Thread(target=make, name="zinf-ranks-group", daemon=True)
+            thread.start()
+            _, _, port = where_store_is()
+            if port is not None:
+                ends_with_process(thread, port)
             _wait_for(promise)
         finally:
             self._pending.discard(promise)

@@ -33,7 +33,8 @@ may take."""
 GRACE_S = 1.0
 """Seconds for which what an ended rank has sent before may still arrive."""
 SILENT_S = 10.0
-"""Seconds after which a rank that is busy, and does not say so any more, is taken to be gone."""
+"""Seconds after which a rank that is busy, and does not say so any more, is taken to be gone, at
+the earliest."""
 FAILED = "failed"
 ADVICE = "see its own output; start all ranks again, from the last checkpoint"
 
@@ -231,6 +232,8 @@ class Watch:
     def _say(self, rank: int, why: str) -> None:
         try:
             self._store.compare_set(FAILED, "", json.dumps([rank, why[:2000]]))
+        except StoreSilent:
+            self._asker.has_to_tell = rank == self._rank
         except RuntimeError:
             return  # the store is gone, which the others see as well
 
@@ -392,4 +395,4 @@ class Watch:
         if known != beat:
             self._busy[rank] = beat, time.monotonic()
             return bool(doing)
-        return bool(doing) and self._running.since(seen) < SILENT_S
+        return bool(doing) and self._running.since(seen) < max(SILENT_S, self._timeout_s)

@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -155,7 +156,7 @@ def joining(who, timeout_s, number):
         return new_group(*args, **options)
 
     dist.new_group = after_the_signal
-    Fabric([0, 1], None, timeout_s)
+    Fabric([*range(dist.get_world_size())], None, timeout_s)
 
 
 @pytest.mark.slow
@@ -167,6 +168,53 @@ def test_a_rank_that_is_stopped_or_killed_where_a_group_is_made_is_named(number,
     assert found[1 - who].code == 1, found
     assert f"rank {who} on " in found[1 - who].said
     assert found[who].code == (1 if number == signal.SIGSTOP else -signal.SIGKILL), found
+
+
+@pytest.mark.slow
+def test_two_ranks_that_wait_for_a_third_to_make_a_group_end_without_a_signal(tmp_path):
+    """When rank 0 ends, and its store with it, torch's call comes back in rank 1, which ends."""
+    found = ended(joining, 3, tmp_path, 2, 2.0, signal.SIGKILL)
+    assert [rank.code for rank in found] == [1, 1, -signal.SIGKILL], found
+
+
+def failing_while_stopped(path):
+    """Rank 0 is stopped for longer than one who has other things to do waits for its store."""
+    with closing(Ranks()) as fabric:
+        fabric._watch._timeout_s = 3600.0
+        if dist.get_rank() == 0:
+            path.write_text(str(os.getpid()))
+            fabric.agree("stop")
+            stop()
+            fabric.agree("go on")
+        else:
+            fabric.agree("stop")
+            other = int(path.read_text())
+            threading.Timer(3.0, os.kill, (other, signal.SIGCONT)).start()
+            fabric.failed_here(ValueError("not today"))
+            raise ValueError("not today")
+
+
+@pytest.mark.slow
+def test_why_a_rank_has_failed_is_told_to_one_that_was_stopped_meanwhile(tmp_path):
+    stood, failed = ended(failing_while_stopped, 2, tmp_path, tmp_path / "pid")
+    assert "ValueError: not today" in failed.said
+    assert re.search("RankFailed: rank 1 on .* failed: ValueError: not today", stood.said)
+
+
+def with_sockets_of_the_user():
+    """Sockets that block, in a program that has set a timeout for those that it makes."""
+    ours, other = socket.socketpair()
+    socket.setdefaulttimeout(60.0)
+    fabric = Ranks()
+    fabric.close()
+    assert ours.gettimeout() is None
+    assert os.get_blocking(ours.fileno())
+    threading.Timer(0.2, other.send, (b"x",)).start()
+    assert ours.recv(1) == b"x"
+
+
+def test_sockets_of_a_program_stay_as_they_are(tmp_path):
+    assert ended(with_sockets_of_the_user, 2, tmp_path) == [(0, ""), (0, "")]
 
 
 SCRIPT = """

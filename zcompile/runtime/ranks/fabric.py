@@ -59,11 +59,14 @@ from zcompile.runtime.ranks.transport import (
     host_rows,
 )
 from zcompile.runtime.ranks.watch import (
+    GRACE_S,
+    LOOK_S,
     SILENT_S,
     Keeper,
     Waiting,
     Watch,
     patience,
+    store_gone,
 )
 from zcompile.runtime.transfer.interrupts import uninterrupted
 from zcompile.runtime.transfer.ticket import Finishing, Promise, Ticket
@@ -263,7 +266,12 @@ class Fabric:
             undo.callback(asker.stop, ANSWER_S)
             # First through the store: what makes a group waits for a rank that never comes.
             store = AskedStore(asker, patience(keeper, self.rank, timeout_s))
-            name, self._hosts = meet(store, self.rank, self.size, timeout_s)
+            try:
+                name, self._hosts = meet(store, self.rank, self.size, timeout_s)
+            except dist.DistNetworkError as error:
+                if (gone := store_gone(keeper)) is not None:
+                    raise gone from error
+                raise
             _SESSIONS[self.ranks] += 1
             self._watch = Watch(
                 asker,
@@ -309,11 +317,22 @@ class Fabric:
             _, _, port = where_store_is()
             if port is not None:
                 ends_with_process(thread, port)
-            _wait_for(promise)
+            try:
+                _wait_for(promise)
+            except dist.DistNetworkError:
+                self._check_soon()  # the watch is about to see who is gone
+                raise
         finally:
             self._pending.discard(promise)
             self._joins_since = None
         return made[0]
+
+    def _check_soon(self) -> None:
+        """`check`, until there is something to raise, or a few looks of the watch are over."""
+        until = time.monotonic() + 2 * GRACE_S
+        while time.monotonic() < until:
+            self.check()
+            time.sleep(LOOK_S)
 
     @property
     def ranks_on_this_host(self) -> int:

@@ -97,6 +97,15 @@ def patience(keeper: Keeper, rank: int, timeout_s: float) -> Turn:
     return turn
 
 
+def store_gone(keeper: Keeper) -> RankFailed | None:
+    """The error where the store has ended before ranks know of each other; None, if it was in the
+    process of no rank."""
+    if keeper.rank is None:
+        return None
+    why = f"is gone: {_keeps(keeper)}, through which ranks find each other"
+    return RankFailed(keeper.rank, "a host that is not known yet", why, ADVICE)
+
+
 def _keeps(keeper: Keeper) -> str:
     return f"its process keeps the store of torch.distributed{keeper.where}"
 

@@ -1,5 +1,6 @@
 """The thread that watches other ranks."""
 
+import json
 import queue
 import threading
 import time
@@ -111,6 +112,20 @@ def test_what_the_rank_with_the_store_says_at_its_end_is_told_when_it_is_gone(sa
     text = str(found.get(timeout=60))
     expected = "has ended its run after step 3" if says_so else "is gone"
     assert f"rank 0 on here {expected}: its process keeps the store" in text
+    watched.end()
+
+
+@pytest.mark.parametrize(("timeout_s", "busy"), [(60.0, True), (11.0, False), (1.0, False)])
+def test_a_rank_that_is_busy_may_be_silent_for_as_long_as_it_is_waited_for(
+    timeout_s, busy, monkeypatch
+):
+    """It may be stopped meanwhile, and compile on; ten seconds at least."""
+    store = Kept()
+    watched = watching(store, timeout_s)
+    store.set("state/1", json.dumps([3, "forward", "compiling", 5.0]))
+    assert watched._is_busy(1)  # the first beat that is seen
+    monkeypatch.setattr(watched._running, "since", lambda begun: 12.0)
+    assert watched._is_busy(1) == busy
     watched.end()
 
 

@@ -94,7 +94,7 @@ class Asker:
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         self.is_silent = False
         """Whether somebody has waited longer than `ANSWER_S`, and nothing was answered since."""
-        self.has_to_tell = False
+        self._has_to_tell = False
         """Whether others are to know what was asked last, and the store has not answered since."""
         self._has_stopped = False
         self._thread = threading.Thread(target=self._run, name="zinf-ranks-store", daemon=True)
@@ -119,6 +119,11 @@ class Asker:
             turn(waited)
         return asked.result()
 
+    def must_tell(self) -> None:
+        """Others are to know what was asked last: who ends waits longer for it, should the store
+        still be silent."""
+        self._has_to_tell = True
+
     @property
     def is_alive(self) -> bool:
         """Whether the thread has not ended."""
@@ -134,7 +139,7 @@ class Asker:
         self._asked.put(None)
         if self._thread is threading.current_thread():
             return
-        if self.has_to_tell:
+        if self._has_to_tell:
             timeout_s = TELL_S
         elif self.is_silent:
             timeout_s = 0.0
@@ -157,7 +162,7 @@ class Asker:
                 asked.answer(store)
             self.is_silent = False
             if self._asked.empty():
-                self.has_to_tell = False
+                self._has_to_tell = False
 
 
 class AskedStore:

@@ -242,7 +242,8 @@ class Watch:
         try:
             self._store.compare_set(FAILED, "", json.dumps([rank, why[:2000]]))
         except StoreSilent:
-            self._asker.has_to_tell = rank == self._rank
+            if rank == self._rank:
+                self._asker.must_tell()
         except RuntimeError:
             return  # the store is gone, which the others see as well
 

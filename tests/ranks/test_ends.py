@@ -10,7 +10,7 @@ import traceback
 import pytest
 import torch
 import torch.distributed as dist
-from ended_ranks import AtTheVeryEnd, await_the_very_end, ended
+from ended_ranks import AtTheVeryEnd, await_the_very_end, ended, wait_for_others
 from rank_models import adamw, batch, words
 from sampled import sampled
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,12 +37,7 @@ def waiting(path, kind):
     atexit.register(print, "the exit hook of the user")
     AtTheVeryEnd(path)
     try:
-        if kind == "gather":
-            fabric.gather(torch.zeros(1 << 20, dtype=torch.uint8), "w", []).wait()
-        elif kind == "exchange":
-            fabric.exchange(torch.zeros(1 << 20), None, "w", []).ticket.wait()
-        else:
-            fabric.agree("go on")
+        wait_for_others(fabric, kind)
     finally:
         fabric.close(ZinfError("closed"))
 

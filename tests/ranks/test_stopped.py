@@ -16,9 +16,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
-from ended_ranks import PATIENCE_S, ended
+from ended_ranks import PATIENCE_S, ended, wait_for_others
 from sampled import sampled_rows
 
 from zcompile.errors import ZinfError
@@ -48,12 +47,7 @@ def standing_still(who, kind):
         atexit.register(print, "the exit hook of the user")
         if dist.get_rank() == who:
             stop()
-        if kind == "gather":
-            fabric.gather(torch.zeros(1 << 20, dtype=torch.uint8), "w", []).wait()
-        elif kind == "exchange":
-            fabric.exchange(torch.zeros(1 << 20), None, "w", []).ticket.wait()
-        else:
-            fabric.agree("go on")
+        wait_for_others(fabric, kind)
 
 
 SILENT = "rank 0 on .* has not answered for 1 s: its process keeps the store of torch.distributed"

@@ -79,21 +79,29 @@ def exchanged(
     tried, in_vain = {tuple(plan.placement.homes.values())}, 0
     takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
     best, best_s, times = plan, takes_s(plan), simulate(plan.step, costs, plan.placement.homes)
-    exchanges = _exchanges(made_for, best, updates, times)
-    while in_vain < IN_VAIN and len(tried) <= TRIES and (pair := next(exchanges, None)) is not None:
-        homes, (near, far) = dict(best.placement.homes), pair
-        homes[near], homes[far] = homes[far], homes[near]
-        if (as_tried := tuple(homes.values())) in tried:
-            continue
-        tried.add(as_tried)
-        in_vain += 1
+
+    def is_judged_faster(homes: Mapping[EntryRef, str]) -> bool:
+        """Whether the simulator finds the step shorter with these homes; then it is the best."""
+        nonlocal best, best_s, times
+        tried.add(tuple(homes.values()))
         with suppress(BudgetExceeded):
             found = with_homes(best, made_for, homes, seconds, known)
             found_s = takes_s(found)
             if found_s * GAINS < best_s:
-                best, best_s, in_vain = found, found_s, 0
+                best, best_s = found, found_s
                 times = simulate(best.step, costs, homes)
-                exchanges = _exchanges(made_for, best, updates, times)
+                return True
+        return False
+
+    exchanges = _exchanges(made_for, best, updates, times)
+    while in_vain < IN_VAIN and len(tried) <= TRIES and (pair := next(exchanges, None)) is not None:
+        homes, (near, far) = dict(best.placement.homes), pair
+        homes[near], homes[far] = homes[far], homes[near]
+        if tuple(homes.values()) in tried:
+            continue
+        in_vain += 1
+        if is_judged_faster(homes):
+            in_vain, exchanges = 0, _exchanges(made_for, best, updates, times)
     # The same by the hundred, between host and disk.
     draw, in_vain, replay = random.Random(0), 0, None
     alike = _alike_on_far_tiers(made_for, best)
@@ -105,15 +113,8 @@ def exchanged(
         in_vain += 1
         replay = replay or Replay(best.step, costs, best.placement.homes)
         homes = _replayed(replay, best.placement.homes, alike, draw)
-        if (as_tried := tuple(homes.values())) in tried:
-            continue
-        tried.add(as_tried)
-        with suppress(BudgetExceeded):
-            found = with_homes(best, made_for, homes, seconds, known)
-            found_s = takes_s(found)
-            if found_s * GAINS < best_s:
-                best, best_s, in_vain = found, found_s, 0
-                times = simulate(best.step, costs, homes)
+        if tuple(homes.values()) not in tried and is_judged_faster(homes):
+            in_vain = 0
     if best is plan:
         return plan, times
     compute = demand_of(made_for, costs.region_seconds).phases_s

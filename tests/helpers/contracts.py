@@ -14,6 +14,7 @@ from joint import captured, catch, copied
 from offloaded import SMALL
 from small_models import GPT, mlp
 from torch import Tensor, fx
+from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
@@ -124,6 +125,45 @@ def without_python_kernels() -> None:
         ops_of(lambda x: [resize(x), x][1])
     assert len(asked) == 1
     assert op not in ops_of(resize)
+
+
+@contract
+def give_meta_kernel() -> None:
+    """Torch prefers what an op is given to its kernel in C++, for sizes that are symbols."""
+    op = torch.ops.aten.upsample_bilinear2d_backward.default
+    asked = []
+
+    def meta(gradient: torch.Tensor, size: Any, input_size: Any, *given: Any) -> torch.Tensor:
+        asked.append(input_size)
+        return gradient.new_empty(input_size)
+
+    def resize(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return op(gradient, gradient.shape[2:], x.shape, False)
+
+    def traced() -> None:
+        make_fx(resize, tracing_mode="symbolic")(torch.ones(1, 2, 5, 6), torch.ones(1, 2, 3, 4))
+
+    ours = op.py_kernels.pop(DispatchKey.Meta)
+    op._dispatch_cache.clear()
+    try:
+        with pytest.raises(RuntimeError, match="isIntList"):
+            traced()
+        private.give_meta_kernel(op, meta)
+        traced()
+        assert asked, "and else no kernel would be needed"
+        private.give_meta_kernel(op, ours)
+        assert op.py_kernels[DispatchKey.Meta] is meta, "what torch has is kept"
+    finally:
+        op.py_kernels[DispatchKey.Meta] = ours
+        op._dispatch_cache.clear()
+
+
+@contract
+def suggested_memory_format() -> None:
+    plain = torch.ones(2, 3, 4, 5)
+    last = plain.contiguous(memory_format=torch.channels_last)
+    assert private.suggested_memory_format(plain) == torch.contiguous_format
+    assert private.suggested_memory_format(last) == torch.channels_last
 
 
 @contract

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as trees
 
 from zcompile.ir import torch_compat as private
-from zcompile.ir.eager_formulas import FORMULAS, INSTEAD, LEFT_WHOLE
+from zcompile.ir.eager_formulas import FORMULAS, IMAGE_GRADIENTS, INSTEAD, LEFT_WHOLE
 
 
 class Headed(nn.Module):
@@ -76,16 +76,6 @@ def test_ops_that_torch_takes_apart_have_the_bits_of_eager_pytorch(heads, narrow
     assert bits(pair.model, pair.call, x, narrow) == expected
 
 
-@pytest.mark.slow
-def test_sizes_of_images_may_change_from_call_to_call():
-    torch.manual_seed(0)
-    pair = twins(Headed([RESIZED["bilinear"], RESIZED["bicubic"]]), dynamic=True)
-    for size in (8, 9, 10):
-        x = torch.randn(2, 3, size, size)
-        expected = bits(pair.plain, pair.plain, x, False)
-        assert bits(pair.model, pair.call, x, False) == expected
-
-
 class Enlarged(nn.Module):
     """Images that are made larger between convolutions, in channels_last."""
 
@@ -112,37 +102,61 @@ def test_the_gradient_of_what_is_made_larger_lies_as_in_eager_pytorch(mode, requ
 
 
 class Pyramid(nn.Module):
-    """An image is resized to another, or by a factor of which the size is computed."""
+    """An image is resized to another, or by a factor of which the size is computed, in each of some
+    ways: of a mode, and by whether corners are aligned, where it asks for that."""
 
-    def __init__(self, mode, dims, by_size):
+    def __init__(self, ways, by_size):
         super().__init__()
-        self.mode, self.dims, self.by_size = mode, dims, by_size
+        self.ways, self.by_size = ways, by_size
         self.wide, self.coarse = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, stride=2)
 
     def forward(self, x):
-        wide, coarse = self.wide(x), self.coarse(x)
-        if self.dims == 1:
-            wide, coarse = wide.flatten(2), coarse.flatten(2)
+        return sum(self.resized(self.wide(x), self.coarse(x), *way) for way in self.ways)
+
+    def resized(self, wide, coarse, mode, dims, aligned):
+        options = {"mode": mode, "align_corners": aligned}
+        if dims != 2:
+            wide, coarse = ((y.flatten(2) if dims == 1 else y[:, None]) for y in (wide, coarse))
         if self.by_size:
-            wide = wide + F.interpolate(coarse, size=wide.shape[2:], mode=self.mode)
-        else:
-            wide = F.interpolate(wide, scale_factor=1.7, mode=self.mode)
-            options = {"mode": self.mode, "recompute_scale_factor": True}
-            wide = wide.square().mean() + F.interpolate(coarse, scale_factor=2.5, **options)
-        return wide.square().mean()
+            return (wide + F.interpolate(coarse, size=wide.shape[2:], **options)).square().mean()
+        larger = F.interpolate(wide, scale_factor=1.7, **options).square().mean()
+        computed = F.interpolate(
+            coarse, scale_factor=2.5, recompute_scale_factor=True, **options
+        ).square()
+        return larger + computed.mean()
+
+
+WAYS = {
+    "nearest": [(mode, d, None) for mode in ("nearest", "nearest-exact") for d in (1, 2)],
+    "linear": [("linear", 1, False), ("bilinear", 2, True), ("bilinear", 2, False)],
+    "cubic": [("bicubic", 2, False), ("trilinear", 3, True)],
+}
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("by_size", [True, False], ids=["size", "factor"])
-@pytest.mark.parametrize("dims", [1, 2])
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_images_are_resized_to_sizes_that_change_from_call_to_call(mode, dims, by_size, dynamic):
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_images_are_resized_to_sizes_that_change_from_call_to_call(ways, by_size, dynamic):
     torch.manual_seed(0)
-    pair = twins(Pyramid(mode, dims, by_size), device_memory="16MiB", dynamic=dynamic)
+    pair = twins(Pyramid(ways, by_size), device_memory="16MiB", dynamic=dynamic)
     for size in (8, 12, 11):
         x = torch.randn(2, 3, size, size)
         expected = bits(pair.plain, pair.plain, x, False)
         assert bits(pair.model, pair.call, x, False) == expected
+
+
+@pytest.mark.parametrize("backward", IMAGE_GRADIENTS, ids=str)
+def test_the_gradient_of_an_image_is_laid_out_in_tracing_as_by_the_kernel(backward):
+    (meta,) = backward.py_kernels.values()
+    (dims,) = (n for n in (1, 2, 3) if f"{n}d" in str(backward))
+    sizes = [[11] * dims, [2, 3, *[8] * dims], False]
+    image = torch.randn(2, 3, *[11] * dims)
+    lasts = {2: torch.channels_last, 3: torch.channels_last_3d}
+    last = image.to(memory_format=lasts.get(dims, torch.preserve_format))
+    for gradient in (image, last, image.mT.contiguous().mT, image[:1, :1].expand_as(image)):
+        kernel = backward(gradient, *sizes)
+        assert meta(gradient.to("meta"), *sizes).stride() == kernel.stride()
+        assert meta(gradient.to("meta"), *sizes).shape == kernel.shape
 
 
 def test_ops_are_taken_apart_again_once_a_graph_is_compiled():

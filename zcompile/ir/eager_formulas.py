@@ -15,25 +15,28 @@ import torch
 from torch import Tensor
 
 from zcompile.ir.eager_layouts import LAID_OUT
-from zcompile.ir.torch_compat import Dispatched, without_modes
+from zcompile.ir.torch_compat import (
+    Dispatched,
+    give_meta_kernel,
+    suggested_memory_format,
+    without_modes,
+)
 
 aten = torch.ops.aten
 
-NEAREST: Mapping[Dispatched, Dispatched] = {
+RESIZES: Mapping[Dispatched, Dispatched] = {
     aten.upsample_nearest2d.vec: aten.upsample_nearest2d.default,
     aten._upsample_nearest_exact2d.vec: aten._upsample_nearest_exact2d.default,
+    aten.upsample_linear1d.vec: aten.upsample_linear1d.default,
+    aten.upsample_bilinear2d.vec: aten.upsample_bilinear2d.default,
+    aten.upsample_trilinear3d.vec: aten.upsample_trilinear3d.default,
+    aten.upsample_bicubic2d.vec: aten.upsample_bicubic2d.default,
 }
-"""What makes an image larger by its nearest values, of a size or of factors -> of a size alone. Of
-lines and volumes the formulas have the bits of the kernels, which take no dynamic sizes in
+"""What resizes images, of a size or of factors -> of a size alone. Of lines and volumes that take
+the nearest value, the formulas have the bits of the kernels, which take no dynamic sizes in
 backward."""
 LEFT_WHOLE: tuple[Dispatched, ...] = (
-    *NEAREST.values(),
-    aten.upsample_linear1d.vec,
-    aten.upsample_bilinear2d.default,
-    aten.upsample_bilinear2d.vec,
-    aten.upsample_trilinear3d.vec,
-    aten.upsample_bicubic2d.default,
-    aten.upsample_bicubic2d.vec,
+    *RESIZES.values(),
     aten.multi_margin_loss.default,
     aten.multilabel_margin_loss_forward.default,
 )
@@ -41,28 +44,52 @@ LEFT_WHOLE: tuple[Dispatched, ...] = (
 nearest value, a gradient that lies otherwise in memory, so that sums of it have other bits."""
 
 
-def _resized(
-    by_size: Dispatched, x: Tensor, size: Sequence[int] | None, factors: Sequence[float] | None
-) -> Any:
+def _resized(by_size: Dispatched, x: Tensor, size: Sequence[int] | None, *given: Any) -> Any:
     """As the kernel of C++ does, which takes no size that is dynamic.
 
-    x       [batch, channels, ...]
-    size    of each dimension of `...`, that it is to have; or
-    factors by how much it grows
+    x      [batch, channels, ...]
+    size   of each dimension of `...`, that it is to have; None: `x` grows
+    given  by which factors, or None, last; before it whether corners are aligned, of modes that ask
     """
+    *aligned, factors = given
     if size is None:
         assert factors is not None, "one of them is given"
         size = [
             n * int(factor) if factor == int(factor) else torch.sym_int(n * factor)
             for n, factor in zip(x.shape[2:], factors, strict=True)
         ]
-    return by_size(x, size, *(factors or ()))
+    return by_size(x, size, *aligned, *(factors or ()))
 
 
 INSTEAD: Mapping[Dispatched, Callable[..., Any]] = {
-    op: partial(_resized, by_size) for op, by_size in NEAREST.items()
+    op: partial(_resized, by_size) for op, by_size in RESIZES.items()
 }
 """Op -> what tracing meets in place of its function in Python: an op that is left whole."""
+
+
+def _gradient_of_image(
+    gradient: Tensor, size: Sequence[int], input_size: Sequence[int], *given: Any
+) -> Tensor:
+    return gradient.new_empty(input_size)
+
+
+def _gradient_as_it_lies(
+    gradient: Tensor, size: Sequence[int], input_size: Sequence[int], *given: Any
+) -> Tensor:
+    made = gradient.new_empty(input_size)
+    return made.to(memory_format=suggested_memory_format(gradient))
+
+
+IMAGE_GRADIENTS: Mapping[Dispatched, Callable[..., Tensor]] = {
+    aten.upsample_linear1d_backward.default: _gradient_of_image,
+    aten.upsample_bilinear2d_backward.default: _gradient_as_it_lies,
+    aten.upsample_bicubic2d_backward.default: _gradient_of_image,
+    aten.upsample_trilinear3d_backward.default: _gradient_as_it_lies,
+    aten._upsample_bicubic2d_aa_backward.default: _gradient_of_image,
+}
+"""Ops of gradients of resized images -> what they make in tracing, where sizes may be dynamic."""
+for _op, _meta in IMAGE_GRADIENTS.items():
+    give_meta_kernel(_op, _meta)
 
 _within = ContextVar("_within", default=False)
 """Whether a formula of dropout is being traced, which has dropout in it."""

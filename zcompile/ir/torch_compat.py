@@ -56,6 +56,7 @@ from torch._functorch.partitioners import _extract_fwd_bwd_modules
 from torch._guards import CompileContext, TracingContext
 from torch._guards import tracing as _tracing
 from torch._prims_common import compute_elementwise_output_logical_to_physical_perm as _perm_of
+from torch._prims_common import suggest_memory_format as _suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -406,6 +407,18 @@ def without_python_kernels(
         for op, key, kernel in taken:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+def give_meta_kernel(op: Dispatched, meta: Callable[..., Any]) -> None:
+    """From here on, tensors without values take the result of an op from `meta`, for which torch
+    has a kernel in C++ that takes no symbolic sizes (isIntList() INTERNAL ASSERT FAILED)."""
+    if DispatchKey.Meta not in op.py_kernels:
+        op.py_impl(DispatchKey.Meta)(meta)
+
+
+def suggested_memory_format(x: Tensor) -> torch.memory_format:
+    """The format by which kernels lay out what they make of a tensor of 4 or 5 dimensions."""
+    return _suggest_memory_format(x)
 
 
 def elementwise_order(*tensors: Tensor) -> list[int]:

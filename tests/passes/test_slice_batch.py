@@ -506,6 +506,27 @@ def test_a_batch_whose_size_is_dynamic_stays_whole():
     assert batch_graph(catch(Attentive(), x).graph) is None
 
 
+class MeanSquare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh().square().mean()
+
+
+def test_sizes_that_are_dynamic_beside_the_batch_are_of_no_sum_over_it():
+    torch.manual_seed(0)
+    x = torch.randn(BATCH, 32, WIDTH)
+    torch._dynamo.mark_dynamic(x, 1)
+    joint = catch(MeanSquare(), x)
+    spread = [n for n in joint.graph.nodes if n.target is torch.ops.aten.expand.default]
+    assert any(isinstance(size, torch.SymInt) for n in spread for size in n.meta["val"].shape)
+    with pytest.raises(BudgetExceeded):
+        joint.copy(budget_bytes=1).through(*PASSES)
+    assert batch_graph(joint.graph) is None
+
+
 def test_it_is_told_why_a_value_is_not_made_in_slices():
     model, _ = batch_model("batch norm")
     joint = catch(model, torch.randn(BATCH, 3, 16, 16))

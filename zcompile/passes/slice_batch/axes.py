@@ -188,7 +188,9 @@ class BatchAxes:
 
     def _spread(self, node: fx.Node) -> None:
         """The gradient of a sum over the batch has its batch where what was summed has it."""
-        if is_value(node) and (axis := self._reduced.get(shape(node))) is not None:
+        if not is_value(node) or not _is_static(node):
+            return
+        if (axis := self._reduced.get(shape(node))) is not None:
             self.axes[node] = axis
 
     def _pick(self, node: fx.Node) -> None:

@@ -397,6 +397,7 @@ def test_a_compiled_model_trains_to_the_bits_of_eager(by, monkeypatch):
         assert torch.equal(a.cpu(), b)
 
 
+@pytest.mark.slow
 def test_training_that_inductor_has_no_kernel_for_is_left_to_eager(monkeypatch):
     """As above, by regions of Inductor: it writes a backward for GPUs alone."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *given: None)

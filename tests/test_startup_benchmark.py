@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+import pytest
+
 from benchmarks import startup
 
 
@@ -25,6 +27,7 @@ def test_a_phase_is_told_without_what_lies_within_it(monkeypatch):
     assert phases.taken == {"outer": [4, 6], "inner": [15, 26]}
 
 
+@pytest.mark.slow
 def test_every_phase_is_met_from_the_building_to_the_third_step():
     args = argparse.Namespace(device="cpu", host=40.0)
     count, phases = startup.started(args, 8e6, 1)

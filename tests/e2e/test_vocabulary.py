@@ -159,9 +159,7 @@ def test_training_by_sgd_is_that_of_eager(name: str, tmp_path: Path, tiled: list
         assert apart <= TOLERANCE * other.abs().max(), key
 
 
-@pytest.mark.parametrize(
-    "name", sampled(["plain", "smoothed, tied", "gpt2", "t5"], "smoothed, tied")
-)
+@pytest.mark.parametrize("name", sampled(["plain", "smoothed, tied", "gpt2", "t5"], "plain"))
 def test_a_head_trains_that_is_larger_than_the_device(
     name: str, tmp_path: Path, tiled: list[object]
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 import small_models
 import torch
 from dry_runs import LINKS, SMALL
-from sampled import sampled_rows
+from sampled import sampled, sampled_rows
 from torch import nn
 
 import zcompile
@@ -102,12 +102,16 @@ def test_activations_are_chosen_for_how_compute_runs_there(machine, beside):
 
 @pytest.mark.parametrize(
     ("machine", "kernels", "ours"),
-    [
-        (None, "auto", False),
+    sampled_rows(
+        [
+            (None, "auto", False),
+            ("h200-141gb", "auto", True),
+            ("h200-141gb", "stock", False),
+            ("dgx2-v100-1gpu", "auto", False),
+        ],
         ("h200-141gb", "auto", True),
         ("h200-141gb", "stock", False),
-        ("dgx2-v100-1gpu", "auto", False),
-    ],
+    ),
 )
 def test_tiles_of_a_loss_are_computed_as_they_would_be_there(machine, kernels, ours):
     """By kernels of our own on a card that can run them, which no run here could take."""
@@ -161,6 +165,7 @@ def test_micro_batches_are_told_what_one_call_would_save():
     assert zcompile.plan(on_meta(layers=2), IDS, IDS, machine=machine).one_call_seconds is None
 
 
+@pytest.mark.slow
 def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     model = Text(layers=2)
     zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")
@@ -181,7 +186,10 @@ def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     zcompile.close(model)
 
 
-@pytest.mark.parametrize("fields", [{"weight_decay": 0.1}, {"maximize": True, "foreach": True}, {}])
+STEPS = [{"weight_decay": 0.1}, {"maximize": True, "foreach": True}, {}]
+
+
+@pytest.mark.parametrize("fields", sampled(STEPS, STEPS[1]))
 def test_the_step_is_one_that_finds_the_states_of_its_optimizer(fields):
     """SGD makes its buffers in its first step, of a gradient or of what it has made of one; from
     the second step on it reads and writes them."""

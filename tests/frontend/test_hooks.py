@@ -186,7 +186,7 @@ def on_some(kind):
 
 
 @MODES
-@pytest.mark.parametrize("program", sampled(PROGRAMS, accumulated, two_calls, passes_that_cross))
+@pytest.mark.parametrize("program", sampled(PROGRAMS, two_calls, passes_that_cross))
 def test_gradients_without_any_hook_are_those_of_torch(program, mode, tmp_path):
     both(program, lambda *_: None, mode, tmp_path)
 

@@ -83,7 +83,7 @@ def captured():
         yield
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS, "GRU"))
+@pytest.mark.parametrize("kind", sampled(KINDS, "RNN"))
 def test_captured_ones_train_to_the_bits_of_torch_compile(kind, captured):
     if kind == "LSTM" and not lstm_trains():
         pytest.skip("torch does not train it under any backend")

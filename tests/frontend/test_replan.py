@@ -60,9 +60,7 @@ RUNS = {
 
 @pytest.mark.parametrize(
     ("run", "share"),
-    sampled_rows(
-        product(RUNS, ARENAS), ("disk", "half"), ("throttled, one batch", "a third of the weights")
-    ),
+    sampled_rows(product(RUNS, ARENAS), ("throttled, one batch", "a third of the weights")),
 )
 def test_a_planned_run_trains_bit_equal(tmp_path, run, share):
     (where, batches), arena = RUNS[run], ARENAS[share]

@@ -85,6 +85,7 @@ def test_what_passed_each_link_is_what_was_counted(recorded):
     assert {row.name for row in recorded.passages} <= entries
 
 
+@pytest.mark.slow
 def test_what_is_predicted_to_pass_each_link_is_the_same_as_its_sum(recorded):
     for link, nbytes in recorded.predicted.nbytes.items():
         rows = [row for row in recorded.predicted_passages if row.link == link]

@@ -142,7 +142,7 @@ def test_trainer_trains_it_as_it_trains_the_plain_model(setting, tmp_path):
 @pytest.mark.parametrize(
     ("options", "backend"),
     [
-        ({"gradient_checkpointing": True}, None),
+        pytest.param({"gradient_checkpointing": True}, None, marks=pytest.mark.slow),
         pytest.param({"bf16": True}, "aot_eager", marks=pytest.mark.slow),
     ],
     ids=["recomputed", "bf16"],

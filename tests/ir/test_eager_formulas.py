@@ -8,6 +8,7 @@ import pytest
 import torch
 from functorch.compile import aot_function, nop
 from offloaded import twins
+from sampled import crossed
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as trees
@@ -62,15 +63,13 @@ def bits(model, run, x, narrow):
     return [loss.item(), *(param.grad.tolist() for param in model.parameters())]
 
 
-@pytest.mark.parametrize("narrow", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize(
-    "heads",
-    [NEAREST, RESIZED, LOSSES, DROPPED],
-    ids=["nearest", "resized", "losses", "dropped"],
-)
+HEADS = {"nearest": NEAREST, "resized": RESIZED, "losses": LOSSES, "dropped": DROPPED}
+
+
+@pytest.mark.parametrize(("heads", "narrow"), crossed(HEADS, (False, True)))
 def test_ops_that_torch_takes_apart_have_the_bits_of_eager_pytorch(heads, narrow):
     torch.manual_seed(0)
-    pair = twins(Headed(list(heads.values())))
+    pair = twins(Headed(list(HEADS[heads].values())))
     x = torch.randn(2, 3, 8, 8)
     expected = bits(pair.plain, pair.plain, x, narrow)
     assert bits(pair.model, pair.call, x, narrow) == expected
@@ -133,12 +132,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("by_size", [True, False], ids=["size", "factor"])
-@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
-def test_images_are_resized_to_sizes_that_change_from_call_to_call(ways, by_size, dynamic):
+@pytest.mark.parametrize(("ways", "by", "dynamic"), crossed(WAYS, ("size", "factor"), (None, True)))
+def test_images_are_resized_to_sizes_that_change_from_call_to_call(ways, by, dynamic):
     torch.manual_seed(0)
-    pair = twins(Pyramid(ways, by_size), device_memory="16MiB", dynamic=dynamic)
+    pair = twins(Pyramid(WAYS[ways], by == "size"), device_memory="16MiB", dynamic=dynamic)
     for size in (8, 12, 11):
         x = torch.randn(2, 3, size, size)
         expected = bits(pair.plain, pair.plain, x, False)

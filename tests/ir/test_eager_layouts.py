@@ -4,6 +4,7 @@ import pytest
 import torch
 from functorch.compile import aot_function, make_boxed_func
 from offloaded import twins
+from sampled import crossed
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -160,8 +161,7 @@ WITH_NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("op", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("op", "turn"), crossed(LAYOUTS, TURNS), ids=str)
 def test_what_torch_tells_truly_stays_true(op, turn):
     calls = [CALLS[op], *([WITH_NUMBERS[op]] if op in WITH_NUMBERS else [])]
     for call in calls:
@@ -273,6 +273,7 @@ def test_gradients_of_a_group_norm_in_channels_last_are_those_of_eager(head):
     gradients_are_those_of_eager(["group"], [head])
 
 
+@pytest.mark.slow
 def test_layouts_stay_those_of_eager_where_sizes_change_from_call_to_call():
     torch.manual_seed(0)
     heads = [HEADS[name] for name in ("mse", "softplus", "bce", "reflected", "rolled")]

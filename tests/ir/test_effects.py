@@ -231,7 +231,12 @@ def checked(action: Action, live_bytes: Callable[[], int]) -> Action:
     ("name", "memory", "kinds"),
     [
         ("mlp", "1MiB", {Fetch, Wait, Run, Free, Reduce, Store, Borrow}),
-        ("gpt", "420KiB", {Fetch, Wait, Run, Free, Reduce, Store, Borrow, Offload, Left}),
+        pytest.param(
+            "gpt",
+            "420KiB",
+            {Fetch, Wait, Run, Free, Reduce, Store, Borrow, Offload, Left},
+            marks=pytest.mark.slow,  # what a schedule with activations away does: test_streams.py
+        ),
     ],
 )
 def test_the_executor_does_what_effects_say(name, memory, kinds, monkeypatch):

@@ -155,6 +155,7 @@ def distinct_regions(layers: int) -> dict[str, int]:
     return stats
 
 
+@pytest.mark.slow  # test_join_regions.py: equal blocks share one
 def test_depth_adds_no_distinct_region():
     shallow, deep = distinct_regions(1), distinct_regions(4)
     assert deep["regions"] > 3 * shallow["regions"]

@@ -81,6 +81,7 @@ def test_training_gives_the_bits_of_eager(name, how, tmp_path):
     assert away(model) == 0, "what backward has read is gone"
 
 
+@pytest.mark.slow
 def test_an_activation_lives_as_long_as_the_graph_of_autograd(tmp_path):
     with forced("host"):
         model, _, compiled, inputs = offloaded("gpt", tmp_path)

@@ -81,9 +81,13 @@ def assert_close(
         assert apart <= tolerance * largest, key
 
 
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("name", PARTS)
-@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    ("name", "cast", "grad"),
+    sampled_rows(
+        product(PARTS, (False, True), (True, False)),
+        *((name, at % 2 == 1, at % 4 < 3) for at, name in enumerate(PARTS)),
+    ),
+)
 def test_what_reads_a_part_of_the_log_probabilities_keeps_them_all(name, cast, grad):
     """Nothing of it need be seen in backward."""
     pattern = Pattern(of_part(PARTS[name], cast), autocast=cast)
@@ -153,7 +157,9 @@ def test_every_form_is_tiled_and_keeps_its_numbers(name, grad, tile_bytes, caugh
     assert_close(results(tiled), expected, tolerance_of(TILED[name]))
 
 
-@pytest.mark.parametrize("name", ["autocast of CUDA", "autocast of CUDA, smoothed"])
+@pytest.mark.parametrize(
+    "name", sampled(["autocast of CUDA", "autocast of CUDA, smoothed"], "autocast of CUDA")
+)
 def test_tiles_of_narrow_log_probabilities_are_as_near_to_float64_as_stock_code(name, caught):
     pattern = TILED[name]
     joint, stock = caught(pattern, True)
@@ -172,7 +178,7 @@ def test_tiles_of_narrow_log_probabilities_are_as_near_to_float64_as_stock_code(
 FEW = ["smoothed", "tied with bias", "sliced, two calls", "bf16 autocast, smoothed"]
 
 
-@pytest.mark.parametrize("name", sampled(TILED, *FEW))
+@pytest.mark.parametrize("name", sampled(TILED, *FEW[1:3]))
 def test_the_rest_of_the_pipeline_keeps_the_numbers_of_the_tiles(name, caught):
     joint, _ = caught(TILED[name], True)
     tiled = joint.through(TileLoss(SMALL))
@@ -192,7 +198,9 @@ def per_token_and_class(graph: fx.Graph) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "grad"),
-    sampled_rows(product(TILED, (True, False)), *((name, True) for name in FEW), ("mean", False)),
+    sampled_rows(
+        product(TILED, (True, False)), *((name, True) for name in FEW[:2]), ("mean", False)
+    ),
 )
 def test_no_value_has_a_number_per_token_and_class(name, grad, caught):
     joint, _ = caught(TILED[name], grad)

@@ -48,7 +48,7 @@ def in_one_process(mesh, kind, ranks):
     ("kind", "fields"),
     [
         pytest.param("eager", {}, marks=pytest.mark.slow),
-        ("loss beside", {}),
+        pytest.param("loss beside", {}, marks=pytest.mark.slow),
         ("broken", {}),
         pytest.param("broken", {"partition": "owner"}, marks=pytest.mark.slow),
     ],

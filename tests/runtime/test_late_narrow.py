@@ -114,6 +114,7 @@ def pair(shared):
     return shared
 
 
+@pytest.mark.slow  # as in e2e/test_narrow_traffic.py
 def test_parameters_with_copies_are_updated_late_and_train_bit_equal(pair):
     waiting = pair.late.rows
     pair.step(3)

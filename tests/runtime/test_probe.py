@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from planned_runs import made_on
+from sampled import sampled_rows
 from torch import is_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -273,7 +274,8 @@ class Allocated(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("most_bytes", "side"), [(None, 1024), (12 * MiB, 1024), (11 * MiB, 512), (0, 256)]
+    ("most_bytes", "side"),
+    sampled_rows([(None, 1024), (12 * MiB, 1024), (11 * MiB, 512), (0, 256)], (11 * MiB, 512)),
 )
 def test_measuring_takes_no_more_of_the_device_than_it_may(brief, monkeypatch, most_bytes, side):
     monkeypatch.setattr(probe, "ELEMENTWISE_BYTES", 64 * KiB)

@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from itertools import product
 
 import narrow_runs
 import pytest
@@ -9,7 +10,7 @@ import torch
 from pairs import assert_same, mlp, on_disk, same_training, train
 from planned_runs import adamw, begun, expected, gpt, ids, offloaded, same, values
 from planned_runs import train as train_gpt
-from sampled import crossed, sampled
+from sampled import crossed, sampled, sampled_rows
 from torch import nn, optim
 
 import zcompile
@@ -486,7 +487,9 @@ def the_same(plain, run):
     )
 
 
-@pytest.mark.parametrize(("how", "clip"), crossed(AUTOCAST, [None, 1e-3]))
+@pytest.mark.parametrize(
+    ("how", "clip"), sampled_rows(product(AUTOCAST, [None, 1e-3]), ("copies", 1e-3))
+)
 def test_rows_are_made_once_of_gradients_that_rest_narrow(how, clip, counted, copies_pay):
     plain, run = (each.steps(0, 3) for each in autocast_pair(how, clip))
     run.backward(3)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from pairs import Holder, assert_equal, mlp, on_disk, parameter_pair, plain_of
+from sampled import crossed
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
@@ -84,8 +85,7 @@ def with_others_in_the_arena(tiered):
     torch.full_like(tiered, 777).norm()
 
 
-@pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize(("name", "home"), crossed(VIEWS, HOMES))
 def test_a_write_changes_the_view_and_nothing_beside_it(name, home, tmp_path):
     make, view = VIEWS[name]
     plain, tiered = parameter_pair(make, tmp_path, **HOMES[home])

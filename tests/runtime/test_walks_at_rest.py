@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sampled import sampled
 from torch import nn
 
 import zcompile
@@ -58,7 +59,7 @@ def trained(monkeypatch, rows, forbidden=False):
     return model, plain, walked, live
 
 
-@pytest.mark.parametrize("rows", [2, 512])
+@pytest.mark.parametrize("rows", sampled([2, 512], 2))
 def test_nobody_can_tell_how_a_backward_walked(monkeypatch, rows):
     model, plain, walked, live = trained(monkeypatch, rows)
     _, _, never, counted = trained(monkeypatch, rows, forbidden=True)

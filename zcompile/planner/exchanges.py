@@ -45,9 +45,9 @@ from zcompile.planner.step_plan import (
 WAITS = 50
 """Exchanges are tried as long as compute waits for entries for more than one part in so many of a
 step."""
-TRIES, IN_VAIN = 24, 4
+TRIES, IN_VAIN, ALONE_IN_VAIN = 24, 4, 12
 """Exchanges that are tried at most, and in a row without success: each costs an arrangement and a
-simulation."""
+simulation. In a row more of them, where none are replayed."""
 GAINS = 1.0005
 """A step must be so many times as fast after an exchange: many small gains take long to find."""
 FAR = TIERS[1:]
@@ -111,15 +111,16 @@ def exchanged(
 
     def one_by_one() -> None:
         """Exchange what rests on any two tiers, what promises most first."""
-        exchanges, count, in_vain = _exchanges(made_for, best, updates, times), 0, 0
-        while in_vain < IN_VAIN and count < TRIES and (pair := next(exchanges, None)) is not None:
+        most = IN_VAIN if _alike_on_far_tiers(made_for, best) else ALONE_IN_VAIN
+        exchanges, count, in_vain = _exchanges(made_for, best, updates, times, most), 0, 0
+        while in_vain < most and count < TRIES and (pair := next(exchanges, None)) is not None:
             homes, (near, far) = dict(best.placement.homes), pair
             homes[near], homes[far] = homes[far], homes[near]
             if tuple(homes.values()) in tried:
                 continue
             count, in_vain = count + 1, in_vain + 1
             if is_judged_faster(homes):
-                in_vain, exchanges = 0, _exchanges(made_for, best, updates, times)
+                in_vain, exchanges = 0, _exchanges(made_for, best, updates, times, most)
 
     by_replays()
     before = best
@@ -135,13 +136,18 @@ def exchanged(
 
 
 def _exchanges(
-    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], times: Timeline
+    step: StepTrace,
+    plan: StepPlan,
+    updates: Mapping[EntryRef, EntryRef],
+    times: Timeline,
+    most: int,
 ) -> Iterator[tuple[EntryRef, EntryRef]]:
     """Entries to exchange, (nearer by, farther away), those that promise most first.
 
     step     that `plan` was arranged from
     updates  as of `_updates`
     times    of the plan
+    most     entries of each size and tier that are looked at
     """
     homes = plan.placement.homes
     waits = defaultdict[EntryRef, float](float)
@@ -163,8 +169,8 @@ def _exchanges(
         for ref in alike:
             on[homes[ref]].append(ref)
         for near, far in combinations(TIERS, 2):
-            least = nsmallest(IN_VAIN, on[near], key=waited_s)
-            found += product(least, nlargest(IN_VAIN, on[far], key=waited_s))
+            least = nsmallest(most, on[near], key=waited_s)
+            found += product(least, nlargest(most, on[far], key=waited_s))
     yield from sorted((pair for pair in found if promises(pair) > 0), key=promises, reverse=True)
 
 

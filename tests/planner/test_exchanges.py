@@ -20,7 +20,14 @@ from zcompile.machine.cost import Costs, TransferModes
 from zcompile.passes.arrange import ArenaShare
 from zcompile.planner import exchanges
 from zcompile.planner.bounds import demand_of
-from zcompile.planner.exchanges import IN_VAIN, ROUNDS, TRIES, VAIN_ROUNDS, exchanged
+from zcompile.planner.exchanges import (
+    ALONE_IN_VAIN,
+    IN_VAIN,
+    ROUNDS,
+    TRIES,
+    VAIN_ROUNDS,
+    exchanged,
+)
 from zcompile.planner.host_step import with_host_updates
 from zcompile.planner.placement import Placement, Room, beside_updates, evaluate, group
 from zcompile.planner.replay import Replay
@@ -167,6 +174,14 @@ def test_the_search_ends_when_nothing_is_gained():
     vain, homes_asked = asked(lambda n: plan.seconds)
     assert exchanged_at(recorded(), plan, vain) is plan
     assert len(homes_asked) == IN_VAIN
+
+
+def test_the_search_goes_on_for_longer_where_nothing_is_replayed():
+    plan = planned(*FIRST_TWO)
+    vain, homes_asked = asked(lambda n: plan.seconds)
+    reaching = replace(plan, arena=replace(plan.arena, reach=True))
+    assert exchanged_at(recorded(), reaching, vain) is reaching
+    assert IN_VAIN < len(homes_asked) <= ALONE_IN_VAIN
 
 
 def test_the_search_ends_after_some_tries_even_if_each_gains():

@@ -27,7 +27,7 @@ from zcompile.ir.schedule import (
     Wait,
 )
 from zcompile.ir.step import StepCall, StepTrace
-from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase
+from zcompile.ir.types import SMALL_BYTES, EntryKind, EntryRef, Phase, aligned
 from zcompile.ir.units import GiB, KiB, MiB
 from zcompile.machine.cost import Costs, TransferModes
 from zcompile.machine.model import Compute, Link, Machine
@@ -38,12 +38,13 @@ from zcompile.passes.schedule_prefetch import schedule_prefetch
 from zcompile.planner import late_step, step_plan
 from zcompile.planner.bounds import bound, demand_of
 from zcompile.planner.late_step import with_all_late, with_late_step
-from zcompile.planner.placement import Room, place
+from zcompile.planner.placement import PLACED, Room, place
 from zcompile.planner.simulator import step_seconds
 from zcompile.planner.step_plan import (
     LATE_PAYS,
     LEAST_WINDOW,
     SMALL_WINDOW_PART,
+    WIDE_PART,
     StepPlan,
     as_planned,
     plan_late_or_not,
@@ -480,6 +481,23 @@ def test_what_rests_on_the_device_is_updated_late_too_unless_its_gradients_canno
     monkeypatch.setattr(step_plan, "can_stay", lambda *given: next(answers))
     _, best = planned(step, costs, room(4 * MiB), plain=plain)
     assert set(best.late) == set(moving)
+
+
+@pytest.mark.parametrize("rest", [0, 1, 2])
+def test_a_window_is_tried_beside_which_wide_entries_leave_nothing_idle(fast, rest):
+    late, (_, plain, _) = with_all_late(traced(), CHUNK), fast
+    sizes = [aligned(fact.nbytes) for fact in late.facts.values() if fact.kind in PLACED]
+    widest, small = max(sizes), sum(size for size in sizes if size <= SMALL_BYTES)
+    homes = dict.fromkeys(late.facts, "device")  # with which a forward needs next to nothing
+    least = step_plan._needed(late, homes, 0)
+    whole = small + least + rest * widest + aligned(widest // 2)
+    assert whole <= WIDE_PART * widest
+    expected = {whole - small - rest * widest}
+    assert step_plan._beside_whole_entries(late, homes, whole) == expected
+    there = replace(plain, placement=replace(plain.placement, homes=homes))
+    assert expected <= set(step_plan._windows_beside(late, there, whole, 0))
+    assert not step_plan._beside_whole_entries(late, homes, small + least - 1)
+    assert not step_plan._beside_whole_entries(late, homes, WIDE_PART * widest + 1)
 
 
 def test_no_window_is_tried_in_which_a_forward_is_mostly_chunks(monkeypatch):

@@ -1,8 +1,12 @@
 """Gives every fetched value an address in the device arena."""
 
+from collections.abc import Sequence
+
 from zcompile.ir.schedule import ReadValue, RegionProgram, Slot
 from zcompile.ir.types import aligned
 from zcompile.memory.allocator import Block, fits, pack_quickly, packed_bytes
+from zcompile.memory.earliest import earliest_places
+from zcompile.memory.window import Need
 
 
 def allocate_arena(program: RegionProgram) -> RegionProgram:
@@ -12,16 +16,16 @@ def allocate_arena(program: RegionProgram) -> RegionProgram:
         a: taken from region 0 to 0                   a: [0, 4096)
         b: taken from region 0 to 1             ->    b: [4096, 12288)
 
-    Fetches have starts with which addresses within the budget can be found (`choose_starts`); they
-    are searched for only where those that are found quickly end beyond it. Parts of a value lie
-    in its slot.
+    Fetches have starts with which addresses within the budget can be found (`choose_starts`): those
+    that are found quickly, or else the earliest places, if each is free when its fetch starts. They
+    are searched for only where neither will do. Parts of a value lie in its slot.
     """
     slotted = program.slotted
     blocks = [Block(v.start, v.last, v.nbytes) for v in slotted]
     addresses = pack_quickly(blocks)
     budget = program.budget_bytes
     if budget is not None and packed_bytes(blocks, addresses) > budget:
-        found = fits(blocks, budget)
+        found = _earliest(slotted, budget) or fits(blocks, budget)
         assert found is not None, "starts are chosen so that addresses fit"
         addresses = found
     slot_of = {
@@ -36,3 +40,12 @@ def allocate_arena(program: RegionProgram) -> RegionProgram:
         return v._replace(slot=Slot(slot.address + v.begin - begin, aligned(v.nbytes)))
 
     return program.with_values(map(placed, program.values))
+
+
+def _earliest(values: Sequence[ReadValue], budget_bytes: int) -> tuple[int, ...] | None:
+    """The addresses of the earliest places, if each is free when the fetch of its value starts."""
+    needs = [Need(v.name, v.first, v.last, v.nbytes) for v in values]
+    places = earliest_places(needs, budget_bytes)
+    if places is None or any(p.free_from > v.start for p, v in zip(places, values, strict=True)):
+        return None
+    return tuple(place.address for place in places)

@@ -5,7 +5,12 @@ from collections.abc import Mapping, Sequence
 from zcompile.ir.schedule import ReadValue, RegionProgram, Register
 from zcompile.ir.types import aligned
 from zcompile.memory.allocator import fits_quickly, live_peak
+from zcompile.memory.earliest import earliest_places
 from zcompile.memory.window import Need, blocks_of, check_fits, in_place
+
+NEARLY_ALL = 0.95
+"""Starts are not searched for where those that go with the earliest places fetch so much ahead, of
+what could be fetched if addresses were no matter."""
 
 
 def schedule_prefetch(program: RegionProgram, max_lead: int) -> RegionProgram:
@@ -40,8 +45,9 @@ def choose_starts(
     `max_lead` earlier.
 
     Needs come in the order of their first readers. Soonest first, each is moved as early as the
-    bytes allowed in flight permit; the allowance is the largest, found by bisection, for which the
-    addresses still fit.
+    bytes of the window permit. Where addresses do not fit then, each starts as soon as there is a
+    place for it (`memory/earliest.py`), or as early as the bytes allowed in flight permit, which
+    are as many, found by bisection, as addresses still fit for: whichever fetches more ahead.
 
     where   phase, for the error
     raises  BudgetExceeded, if they do not fit even without any lead
@@ -56,6 +62,9 @@ def choose_starts(
     starts = _leads(needs, high, max_lead)
     if fits_quickly(blocks_of(needs, starts), budget_bytes):
         return starts
+    soonest = _soonest(needs, budget_bytes, max_lead)
+    if _ahead(needs, soonest) >= NEARLY_ALL * _ahead(needs, starts):
+        return soonest
     fit = {latest: True, starts: False}  # a little more allowed seldom changes anything
     for _ in range(12):
         allowance = (low + high) // 2
@@ -66,7 +75,23 @@ def choose_starts(
             best, low = starts, allowance
         else:
             high = allowance
-    return best
+    return max(best, soonest, key=lambda starts: _ahead(needs, starts))
+
+
+def _soonest(needs: Sequence[Need], budget_bytes: int, max_lead: int) -> tuple[int, ...]:
+    """For each fetch the earliest start for which there is a place; the latest starts, where some
+    value finds none."""
+    places = earliest_places(needs, budget_bytes)
+    if places is None:
+        return in_place(needs)
+    rows = zip(needs, places, strict=True)
+    return tuple(max(0, need.first - max_lead, place.free_from) for need, place in rows)
+
+
+def _ahead(needs: Sequence[Need], starts: Sequence[int]) -> int:
+    """Bytes that are fetched ahead, each as often as there are regions between."""
+    rows = zip(needs, starts, strict=True)
+    return sum(need.nbytes * (need.first - start) for need, start in rows)
 
 
 def _parts_beside(values: Sequence[ReadValue], slotted: Mapping[Register, int]) -> list[ReadValue]:

@@ -45,14 +45,14 @@ from zcompile.planner.step_plan import (
 WAITS = 50
 """Exchanges are tried as long as compute waits for entries for more than one part in so many of a
 step."""
-TRIES, IN_VAIN = 24, 4
+TRIES, IN_VAIN, ALONE_IN_VAIN = 24, 4, 12
 """Exchanges that are tried at most, and in a row without success: each costs an arrangement and a
-simulation."""
+simulation. In a row more of them, where none are replayed."""
 GAINS = 1.0005
 """A step must be so many times as fast after an exchange: many small gains take long to find."""
 FAR = TIERS[1:]
 """Tiers from which everything is fetched alike, unless compute reaches one of them."""
-REPLAYS, ROUNDS, VAIN_ROUNDS = 8, 8, 3
+REPLAYS, ROUNDS, VAIN_ROUNDS = 96, 3, 2
 """Exchanges that are replayed before the simulator judges the homes that they led to; times that it
 does, and in a row without success."""
 
@@ -75,8 +75,8 @@ def exchanged(
     seconds   simulates an arranged step
     commit_bytes_per_s  as of `plan_late_or_not`
     """
-    known, updates = Arrangements(), _updates(step)
-    tried, in_vain = {tuple(plan.placement.homes.values())}, 0
+    known, updates, draw = Arrangements(), _updates(step), random.Random(0)
+    tried = {tuple(plan.placement.homes.values())}
     takes_s = partial(seconds_with_commit, step, commit_bytes_per_s)
     best, best_s, times = plan, takes_s(plan), simulate(plan.step, costs, plan.placement.homes)
 
@@ -93,28 +93,40 @@ def exchanged(
                 return True
         return False
 
-    exchanges = _exchanges(made_for, best, updates, times)
-    while in_vain < IN_VAIN and len(tried) <= TRIES and (pair := next(exchanges, None)) is not None:
-        homes, (near, far) = dict(best.placement.homes), pair
-        homes[near], homes[far] = homes[far], homes[near]
-        if tuple(homes.values()) in tried:
-            continue
-        in_vain += 1
-        if is_judged_faster(homes):
-            in_vain, exchanges = 0, _exchanges(made_for, best, updates, times)
-    # The same by the hundred, between host and disk.
-    draw, in_vain, replay = random.Random(0), 0, None
-    alike = _alike_on_far_tiers(made_for, best)
-    if not alike or not _waits_long(_awaited(best.step, times), times):
-        alike = []
-    for _ in range(ROUNDS if alike else 0):
-        if in_vain == VAIN_ROUNDS:
-            break
-        in_vain += 1
-        replay = replay or Replay(best.step, costs, best.placement.homes)
-        homes = _replayed(replay, best.placement.homes, alike, draw)
-        if tuple(homes.values()) not in tried and is_judged_faster(homes):
-            in_vain = 0
+    def waits_long() -> bool:
+        return _waits_long(_awaited(best.step, times), times)
+
+    def by_replays() -> None:
+        """Exchange what rests on host and disk, many at a time."""
+        alike, in_vain = _alike_on_far_tiers(made_for, best), 0
+        if not alike or not waits_long():
+            return
+        replay = Replay(best.step, costs, best.placement.homes)
+        for _ in range(ROUNDS):
+            homes = _replayed(replay, best.placement.homes, alike, draw)
+            is_new = tuple(homes.values()) not in tried
+            in_vain = 0 if is_new and is_judged_faster(homes) else in_vain + 1
+            if in_vain == VAIN_ROUNDS:
+                return
+
+    def one_by_one() -> None:
+        """Exchange what rests on any two tiers, what promises most first."""
+        most = IN_VAIN if _alike_on_far_tiers(made_for, best) else ALONE_IN_VAIN
+        exchanges, count, in_vain = _exchanges(made_for, best, updates, times, most), 0, 0
+        while in_vain < most and count < TRIES and (pair := next(exchanges, None)) is not None:
+            homes, (near, far) = dict(best.placement.homes), pair
+            homes[near], homes[far] = homes[far], homes[near]
+            if tuple(homes.values()) in tried:
+                continue
+            count, in_vain = count + 1, in_vain + 1
+            if is_judged_faster(homes):
+                in_vain, exchanges = 0, _exchanges(made_for, best, updates, times, most)
+
+    by_replays()
+    before = best
+    one_by_one()
+    if best is not before:
+        by_replays()  # of others on these tiers now
     if best is plan:
         return plan, times
     compute = demand_of(made_for, costs.region_seconds).phases_s
@@ -124,13 +136,18 @@ def exchanged(
 
 
 def _exchanges(
-    step: StepTrace, plan: StepPlan, updates: Mapping[EntryRef, EntryRef], times: Timeline
+    step: StepTrace,
+    plan: StepPlan,
+    updates: Mapping[EntryRef, EntryRef],
+    times: Timeline,
+    most: int,
 ) -> Iterator[tuple[EntryRef, EntryRef]]:
     """Entries to exchange, (nearer by, farther away), those that promise most first.
 
     step     that `plan` was arranged from
     updates  as of `_updates`
     times    of the plan
+    most     entries of each size and tier that are looked at
     """
     homes = plan.placement.homes
     waits = defaultdict[EntryRef, float](float)
@@ -152,8 +169,8 @@ def _exchanges(
         for ref in alike:
             on[homes[ref]].append(ref)
         for near, far in combinations(TIERS, 2):
-            least = nsmallest(IN_VAIN, on[near], key=waited_s)
-            found += product(least, nlargest(IN_VAIN, on[far], key=waited_s))
+            least = nsmallest(most, on[near], key=waited_s)
+            found += product(least, nlargest(most, on[far], key=waited_s))
     yield from sorted((pair for pair in found if promises(pair) > 0), key=promises, reverse=True)
 
 

@@ -28,7 +28,7 @@ from zcompile.ir.optimizer_step import (
 )
 from zcompile.ir.schedule import EntryIndex, Schedule
 from zcompile.ir.step import StepTrace
-from zcompile.ir.types import ALIGNMENT, ON_DEVICE, EntryRef, Phase, aligned
+from zcompile.ir.types import ALIGNMENT, ON_DEVICE, SMALL_BYTES, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import TIER_LINKS, Machine
 from zcompile.memory.step_footprint import (
@@ -49,6 +49,7 @@ from zcompile.planner.host_step import updated_on_host, with_host_updates
 from zcompile.planner.late_step import LateStep, with_late_step
 from zcompile.planner.narrow_step import NOTHING_NARROW, Reading, with_copies
 from zcompile.planner.placement import (
+    PLACED,
     Group,
     Placement,
     Room,
@@ -308,6 +309,9 @@ reads a parameter right after a step finds it updated only then."""
 LATE_LEADS, LATE_PART = (1, 4), 6
 """Runs of lead that windows for late updates have room for, and the part of the arena that is tried
 as well: few, since each is a schedule of many chunks."""
+WIDE_PART = 8
+"""An entry that takes one part in so many of the arena, or more, is wide: windows are fitted to
+whole numbers of these."""
 SMALL_WINDOW_PART = 12
 """A window of this part of the arena is tried as well where some weights are wider than that, if
 there is room for all of these beside it: no placement that leaves one of them elsewhere passes such
@@ -504,8 +508,26 @@ def _windows_beside(step: StepTrace, plan: StepPlan, whole: int, least_window: i
     found |= {window, whole // LATE_PART}
     if (left - window) * MUCH_WIDER > window:
         found.add(left)
+    found |= _beside_whole_entries(step, homes, whole)
     least = _least_window(step, whole, least_window)
     return sorted({min(max(window, least), whole) for window in found})
+
+
+def _beside_whole_entries(
+    step: StepTrace, homes: Mapping[EntryRef, str], whole: int
+) -> frozenset[int]:
+    """The window that as many of the widest entries as can rest beside it leave, where each of
+    these takes a large part of an arena of `whole` bytes: with another, part of an entry lies idle.
+
+    homes  under which all that one run reads fits the window
+    """
+    sizes = [aligned(fact.nbytes) for fact in step.facts.values() if fact.kind in PLACED]
+    widest = max(sizes, default=0)
+    if widest * WIDE_PART < whole:
+        return frozenset()
+    left = whole - sum(size for size in sizes if size <= SMALL_BYTES)
+    spare = left - _needed(step, homes, 0)
+    return frozenset() if spare < 0 else frozenset({left - spare // widest * widest})
 
 
 def _least_window(step: StepTrace, whole: int, least_window: int) -> int:

@@ -434,9 +434,9 @@ class Executor:
             self.store.device.trim_after_compile()
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
-                "the model is called while a call of it is still running, from another thread or by "
-                "a signal handler",
-                "call it from one thread at a time; let a handler set a flag that the loop looks at",
+                "the model is called while a call of it is still running, from another thread or "
+                "by a signal handler",
+                "call it from one thread at a time, and let a handler set a flag for the loop",
             )
         try:
             self._walker = threading.get_ident()

@@ -373,7 +373,7 @@ class JoinedOps:
         raise Unsupported(
             f"a tensor of a step of {self._name} is used while that step is running, by another "
             "thread or by a signal handler",
-            "wait until optimizer.step() has returned; a handler can set a flag that the loop looks at",
+            "wait until optimizer.step() has returned, and let a handler set a flag for the loop",
         )
 
     def note(self, app: Application, dtype: torch.dtype | None) -> LazyResult | None:

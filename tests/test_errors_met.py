@@ -272,6 +272,35 @@ def test_what_is_not_a_module():
         "dict is not a torch.nn.Module; give zcompile.offload the model itself",
         lambda: zcompile.offload({}),
     )
+    met(
+        Unsupported,
+        r"Linear is a class, and .*; give zcompile.offload an object of it: Linear\(\.\.\.\)",
+        lambda: zcompile.offload(nn.Linear),
+    )
+    met(
+        Unsupported,
+        "Linear is a class, and no model .*; give zcompile.plan an object of it",
+        lambda: zcompile.plan(nn.Linear, torch.ones(2, 2), machine="rtx3090-24gb"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "field"), [("nvme", "disk"), ("vram", "device_memory"), ("ram", "host_memory")]
+)
+def test_what_others_call_a_field(word, field):
+    met(
+        UnknownOption,
+        f"zcompile.offload does not know '{word}'; did you mean '{field}'",
+        lambda: zcompile.offload(mlp(), **{word: "1GiB"}),
+    )
+
+
+def test_more_of_the_host_than_there_is():
+    met(
+        ConfigInvalid,
+        r"host_memory='1000 TiB' is more than the [\d.]+ [MGT]iB that this machine has",
+        lambda: zcompile.offload(mlp(), device="cpu", host_memory="1000TiB"),
+    )
 
 
 def test_a_parameter_changed_behind_our_back(tmp_path):

@@ -198,8 +198,8 @@ class Config:
             raise ConfigInvalid(
                 "mesh",
                 self.mesh,
-                "cannot be used: give a DeviceMesh of one dimension, or None for all ranks of "
-                "torch.distributed, or False for a model per rank",
+                "cannot be used: give a DeviceMesh of one dimension or two, or None for all ranks "
+                "of torch.distributed, or False for a model per rank",
             )
         per_node = self.ranks_per_node
         if per_node is not None and (
@@ -251,7 +251,7 @@ class Config:
         """raises  ConfigInvalid"""
         stage = self.stage
         if isinstance(stage, bool) or stage not in STAGES:
-            known = ", ".join(map(str, STAGES))
+            known = ", ".join(str(known) for known in STAGES if known != 1)  # 1: refused below
             raise ConfigInvalid("stage", stage, f"is not one of {known}")
         if stage == 1:
             raise ConfigInvalid(
@@ -393,7 +393,9 @@ class Config:
         if not isinstance(given, tuple | list) or given == []:
             raise ConfigInvalid("disk", self.disk, "names no directory; leave it out for no disk")
         if not all(isinstance(path, str | Path) and path != "" for path in given):
-            raise ConfigInvalid("disk", self.disk, "must name directories")
+            raise ConfigInvalid(
+                "disk", self.disk, "must name directories, each a text or a pathlib.Path"
+            )
         if any("\0" in str(path) for path in given):
             raise ConfigInvalid("disk", self.disk, "has a NUL in it, which no path has")
         paths = tuple(Path(path) for path in given)

@@ -44,12 +44,23 @@ class LayoutInvalid(ZinfError, ValueError):
         super().__init__(f"{what}: {given} {why}")
 
 
+OTHER_WORDS = {
+    **dict.fromkeys(("nvme", "nvme_path", "ssd", "offload_dir", "directory", "path"), "disk"),
+    **dict.fromkeys(("gpu_memory", "vram", "gpu_budget", "memory"), "device_memory"),
+    **dict.fromkeys(("cpu_memory", "ram", "dram", "host_budget"), "host_memory"),
+    **dict.fromkeys(("gpu", "cuda"), "device"),
+}
+"""What others call a field."""
+
+
 class UnknownOption(ZinfError, TypeError):
-    """A key names no field; the nearest known one is offered."""
+    """A key names no field; the one of that meaning, or the nearest known one, is offered."""
 
     def __init__(self, key: str, known: Iterable[str], where: str) -> None:
         known = sorted(known)
         near = get_close_matches(key, known, n=1, cutoff=0.5)
+        if (meant := OTHER_WORDS.get(key)) in known:
+            near = [meant]
         hint = f"; did you mean {near[0]!r}?" if near else ""
         super().__init__(f"{where} does not know {key!r}{hint} (known: {', '.join(known)})")
 

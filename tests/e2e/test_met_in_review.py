@@ -16,6 +16,7 @@ import zcompile
 from zcompile.errors import Unsupported
 from zcompile.frontend.offload import session_behind
 from zcompile.runtime.closing import wait_for_dead_stores
+from zcompile.runtime.executor import _Call
 
 ROOT = Path(__file__).parents[2]
 ROOMY = {"device": "cpu", "device_memory": "1MiB", "host_memory": "16MiB"}
@@ -107,18 +108,25 @@ def test_a_hook_may_read_the_parameter_it_belongs_to():
     assert same(model, plain)
 
 
-def test_a_second_thread_is_refused_and_harms_nothing():
-    run = compiled(model := perceptron(), throttle={"h2d": "200KB/s"})
+def test_a_second_thread_is_refused_and_harms_nothing(monkeypatch):
+    run = compiled(model := perceptron())
     x = torch.randn(4, 16)
     expected = run(x).detach()
-    met = []
+    met, refused, walk = [], threading.Event(), _Call.run
+
+    def walks(self, others):
+        """The first waits until the second has come."""
+        assert refused.wait(30)
+        walk(self, others)
 
     def call():
         try:
             run(x)
         except Unsupported as error:
             met.append(str(error))
+            refused.set()
 
+    monkeypatch.setattr(_Call, "run", walks)
     threads = [threading.Thread(target=call) for _ in range(2)]
     for thread in threads:
         thread.start()

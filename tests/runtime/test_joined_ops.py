@@ -4,6 +4,8 @@ by what moves."""
 import copy
 import io
 import pickle
+import signal
+import threading
 from itertools import product
 
 import pytest
@@ -26,7 +28,7 @@ from sampled import sampled, sampled_rows
 from torch import nn, optim
 
 import zcompile
-from zcompile.errors import UpdateBroken
+from zcompile.errors import Unsupported, UpdateBroken
 from zcompile.frontend.offload import session_behind
 from zcompile.ir.schedule import Run
 from zcompile.runtime import executor
@@ -503,3 +505,60 @@ def test_a_result_whose_ops_failed_is_refused(monkeypatch):
     for made in made_by_ops:
         with pytest.raises(UpdateBroken):
             made.sum()
+
+
+def by_a_thread(read):
+    (thread := threading.Thread(target=read)).start()
+    thread.join()
+
+
+def by_a_signal_handler(read):
+    usual = signal.signal(signal.SIGUSR1, lambda *_: read())
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, usual)
+
+
+@pytest.mark.parametrize("who", [by_a_thread, by_a_signal_handler])
+def test_who_reads_while_an_op_is_noted_is_refused_and_no_op_is_lost(monkeypatch, who):
+    """The row that was found for the op would run without it, and the op never."""
+    model, compiled = streamed()
+    optimizer = adamw(model, foreach=False)
+    train(model, compiled, optimizer, 0, 1)
+    found, asked, met = JoinedOps._row_of, [], []
+
+    def reads():
+        try:
+            next(model.parameters()).detach().sum()
+        except Unsupported as error:
+            met.append(str(error))
+
+    def row_of(self, tensors):
+        row = found(self, tensors)
+        if row.written and not asked:
+            asked.append(who(reads))
+        return row
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JoinedOps, "_row_of", row_of)
+        train(model, compiled, optimizer, 1, 2)
+    train(model, compiled, optimizer, 2)
+    assert same(model, expected(adamw))
+    assert len(met) == 1
+    assert "a step of AdamW is used while that step is running" in met[0]
+
+
+def test_ops_noted_by_a_step_of_a_thread_that_has_ended_are_run_by_whoever_reads(monkeypatch):
+    model, compiled = streamed()
+    optimizer = adamw(model, foreach=False)
+    train(model, compiled, optimizer, 0, 1)
+    loss_of(compiled, ids(10)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(JoinedOps, "end_step", lambda self: None)
+        by_a_thread(optimizer.step)
+    assert session_behind(model).noted_ops.has_any
+    optimizer.zero_grad()
+    train(model, compiled, optimizer, 2)
+    assert same(model, expected(adamw))

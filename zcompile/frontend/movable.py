@@ -28,13 +28,22 @@ def check_model(model: nn.Module) -> None:
     raises  Unsupported, ModelWrapped
     """
     if not isinstance(model, nn.Module):
-        raise Unsupported(
-            f"{type(model).__name__} is not a torch.nn.Module",
-            "give zcompile.offload the model itself",
-        )
+        raise no_module_error(model, "zcompile.offload")
     for module in model.modules():
         if wrapper := wrapper_of(module):
             raise ModelWrapped(wrapper)
+
+
+def no_module_error(model: object, caller: str) -> Unsupported:
+    """The error where `caller` was given something else in place of a model."""
+    if isinstance(model, type):
+        return Unsupported(
+            f"{model.__name__} is a class, and no model that was made",
+            f"give {caller} an object of it: {model.__name__}(...)",
+        )
+    return Unsupported(
+        f"{type(model).__name__} is not a torch.nn.Module", f"give {caller} the model itself"
+    )
 
 
 def wrapper_of(module: nn.Module) -> str:

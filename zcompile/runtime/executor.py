@@ -313,7 +313,7 @@ class Executor:
 
         entries  what the handles name, if the caller knows; else it is read from the handles
         of       the call that it is a part of, which is recorded; None: nothing is recorded
-        raises   what a transfer raised; Unsupported, if another thread is in a call; what the ranks
+        raises   what a transfer raised; Unsupported, if another call is running; what the ranks
                  have failed with before, also where nothing would cross
         """
         recorded = schedule if of is ... else of
@@ -434,8 +434,9 @@ class Executor:
             self.store.device.trim_after_compile()
         if not self._busy.acquire(blocking=False):
             raise Unsupported(
-                "the model is called while a call of it is still running, from another thread",
-                "call it from one thread at a time",
+                "the model is called while a call of it is still running, from another thread or "
+                "by a signal handler",
+                "call it from one thread at a time, and let a handler set a flag for the loop",
             )
         try:
             self._walker = threading.get_ident()

@@ -15,6 +15,7 @@ import torch
 from zcompile.config import Config
 from zcompile.errors import ConfigInvalid, DeviceTooSmall, ParameterChanged
 from zcompile.ir.handles import REBUILD_ADVICE
+from zcompile.ir.units import show_size
 from zcompile.machine.staging import backlog_bytes, staging_size
 from zcompile.runtime.device.base import Device
 from zcompile.runtime.device.cpu import CpuDevice
@@ -176,7 +177,9 @@ def _host_budget(config: Config) -> int:
     budget = config.budgets.get("host", machine_bytes() // SHARE_OF_MACHINE)
     if budget > machine_bytes():
         raise ConfigInvalid(
-            "host_memory", budget, f"is more than this machine has ({machine_bytes()} bytes)"
+            "host_memory",
+            show_size(budget),
+            f"is more than the {show_size(machine_bytes())} that this machine has",
         )
     return budget
 

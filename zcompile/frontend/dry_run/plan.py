@@ -25,6 +25,7 @@ from zcompile.frontend.dry_run.session import (
     run_steps,
 )
 from zcompile.frontend.gc_pause import gc_paused
+from zcompile.frontend.movable import no_module_error
 from zcompile.ir.memory_curve import Memory
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepTrace
@@ -342,10 +343,7 @@ def _session(terms: Terms) -> DryRunSession:
 
 def _check(model: Any, optimizer: Any, micro_batches: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise Unsupported(
-            f"{type(model).__name__} is not a torch.nn.Module",
-            "give zcompile.plan the model itself",
-        )
+        raise no_module_error(model, "zcompile.plan")
     if not any(True for _ in model.parameters()):
         raise Unsupported(f"{type(model).__name__} has no parameters", "plan a model that has")
     if optimizer is not None and not callable(optimizer) and optimizer not in OPTIMIZERS:

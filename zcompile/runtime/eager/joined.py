@@ -16,9 +16,10 @@ operand of more than one element, which others may change meanwhile; and ops on 
 """
 
 import sys
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import FrameType
@@ -282,6 +283,10 @@ class JoinedOps:
         self._lazy: dict[int, weakref.ref[LazyResult]] = {}
         self._untold = Agreement()
         """On which ranks have not agreed yet."""
+        self._thread = 0
+        """That of the step which noted the last op."""
+        self._noting = False
+        """Whether an op is being noted."""
 
     @property
     def has_any(self) -> bool:
@@ -346,8 +351,33 @@ class JoinedOps:
                     finally:
                         entry.wait_for(waits)
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Within, this thread notes ops: who would run them meanwhile, as a signal handler that
+        reads a parameter, is refused, since what is just being noted would be lost."""
+        self._refuse_others()
+        self._thread, self._noting = threading.get_ident(), True
+        try:
+            yield
+        finally:
+            self._noting = False
+
+    def _refuse_others(self) -> None:
+        """Raise Unsupported where another thread's step is noting ops, or this thread's is right
+        now. What a thread that has ended left is anybody's."""
+        if not self._noting:
+            if self._thread == threading.get_ident() or not self.has_any:
+                return
+            if self._thread not in sys._current_frames():
+                return
+        raise Unsupported(
+            f"a tensor of a step of {self._name} is used while that step is running, by another "
+            "thread or by a signal handler",
+            "wait until optimizer.step() has returned, and let a handler set a flag for the loop",
+        )
+
     def note(self, app: Application, dtype: torch.dtype | None) -> LazyResult | None:
-        """Let an op wait. Returns the tensor that it makes.
+        """Within `noting`: let an op wait. Returns the tensor that it makes.
 
         dtype  of the tensor that it makes; None: it writes its first operand
         """
@@ -409,8 +439,9 @@ class JoinedOps:
     def settle(self) -> None:
         """Run all that was noted, at once: somebody uses an operand or a result.
 
-        raises  BudgetExceeded, before anything ran; what a transfer raises: from then on each use
-                of what the ops write raises UpdateBroken
+        raises  BudgetExceeded, before anything ran; Unsupported, if they are of a step that another
+                thread runs; what a transfer raises: from then on each use of what the ops write
+                raises UpdateBroken
         """
         self._run(may_wait=False)
 
@@ -419,6 +450,7 @@ class JoinedOps:
         rows = list({id(row): row for row in self._of_entry.values()}.values())
         if not rows:
             return
+        self._refuse_others()
         alive = {n: lazy for n, ref in self._lazy.items() if (lazy := ref()) is not None}
         noted = self._of_entry, self._of_result, self._lazy
         self._of_entry, self._of_result, self._lazy = {}, {}, {}
@@ -616,14 +648,15 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
     for app in apps:
         ops.make_way(app)
         ops.widen_written(app)
-    if not all(_is_noted(tensor) for app in apps for tensor in app.tensors()):
-        return NOT_JOINED  # results were computed just now
-    ops.tell(func, args, kwargs)
-    if schema.is_mutable:
-        for app in apps:
-            ops.note(app, None)
-        return None if lists else args[0]
-    made = [ops.note(app, dtype) for app, dtype in zip(apps, dtypes, strict=True)]
+    with ops.noting():
+        if not all(_is_noted(tensor) for app in apps for tensor in app.tensors()):
+            return NOT_JOINED  # results were computed just now
+        ops.tell(func, args, kwargs)
+        if schema.is_mutable:
+            for app in apps:
+                ops.note(app, None)
+            return None if lists else args[0]
+        made = [ops.note(app, dtype) for app, dtype in zip(apps, dtypes, strict=True)]
     if lists:
         for lazy in made:
             session.executor.recorder.list_results.made(lazy, lazy.numel() * lazy.itemsize)

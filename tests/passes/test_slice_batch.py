@@ -237,6 +237,28 @@ def test_a_slice_of_one_sample_keeps_its_batch_where_ones_are_squeezed(dims, sli
     )
 
 
+class EmptyBeside(nn.Module):
+    """Puts values beside what is empty, as a cache of keys that has none yet does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.register_buffer("nothing", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.cat([self.nothing, torch.relu(self.up(x))], -2))
+
+
+@pytest.mark.parametrize("slices", [2, BATCH])
+def test_what_is_empty_beside_values_has_no_batch(slices):
+    torch.manual_seed(0)
+    joint = catch(EmptyBeside(), torch.randn(BATCH, LENGTH, WIDTH))
+    assert any(node.target is torch.ops.aten.cat.default for node in joint.graph.nodes)
+    assert_close(
+        results(joint.through(BatchInSlices(slices))), results(joint), TOLERANCE["float32"]
+    )
+
+
 class TwoWays(nn.Module):
     """A table with a row for each sample, and with a column."""
 

@@ -545,7 +545,9 @@ def reduced(call: Call) -> Rule | None:
 
 def cat(call: Call) -> Rule | None:
     """Side by side along another dimension."""
-    parts = [n for n in call["tensors"] if isinstance(n, fx.Node)]
+    # Torch leaves out tensors of size [0], whatever the others are, as of a cache without keys.
+    nodes = [n for n in call["tensors"] if isinstance(n, fx.Node)]
+    parts = [n for n in nodes if list(shape(n)) != [0]]
     axes = [axis for n in parts if (axis := call.batch.axis(n)) is not None]
     if not axes:
         return None

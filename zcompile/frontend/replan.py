@@ -34,12 +34,11 @@ from zcompile.ir.step import StepCall, StepTrace, joined, without_dead_entries
 from zcompile.ir.types import HELD, EntryKind, EntryRef, Phase
 from zcompile.ir.units import show_size
 from zcompile.machine.cost import Costs, replan_pays
-from zcompile.memory.step_footprint import whole_and_alone
 from zcompile.planner.host_step import order_of_need, without_host_updates
 from zcompile.planner.narrow_step import without_copies
 from zcompile.planner.outlook import Shadow
 from zcompile.planner.simulator import step_seconds
-from zcompile.planner.step_plan import StepPlan, at_rest, beside_if_all_stay
+from zcompile.planner.step_plan import StepPlan, at_rest
 from zcompile.runtime.host_updates import NOBODY
 from zcompile.runtime.late import LateUpdates
 from zcompile.runtime.progress import tell, working
@@ -246,10 +245,7 @@ class StepController(Rescheduling):
         """Plan the steps seen so far, together with the last one, and put the plan into force."""
         last = without_host_updates(without_copies(self._last))
         self._base = joined(self._of_alive(self._base), last)
-        plan = self._try()
-        if plan is not None and self._set_aside(plan):
-            plan = self._try()
-        if plan is not None:
+        if (plan := self._try()) is not None:
             self.apply(plan)
         self._plans += 1
         if self._plans > MOST_PLANS:
@@ -359,24 +355,6 @@ class StepController(Rescheduling):
             self._wholes.give_up(error)
         return self._try()
 
-    def _set_aside(self, plan: StepPlan) -> bool:
-        """Set more of the device aside for graphs, if a plan has room for all gradients there that
-        have reserved addresses in it (`beside_if_all_stay`); whether it was done, so that the step
-        is to be planned again. Only while the arena is empty: else all would have to leave it."""
-        session = self.session
-        if session.arena.used_bytes or session.homes.device.planned_bytes:
-            return False
-        wanted = beside_if_all_stay(
-            self._base,
-            plan,
-            session.arena.budget_bytes,
-            session.split.held_bytes,
-            self._kept(self._base),
-        )
-        if wanted is not None:
-            session.split.hold(wanted)
-        return wanted is not None
-
     def prediction(self) -> dict[str, Any] | None:
         """Times of a step under the plan, at costs of a few steps ago at most, with bound and
         floor; None without a plan."""
@@ -407,24 +385,22 @@ class StepController(Rescheduling):
 
         raises  BudgetExceeded, Unsupported, DiskUnusable
         """
+        entries = {entry.ref: entry for entry in self.session.entries()}
+        alive = (
+            ref for ref in entries if ref.is_gradient and _is_kept(entries[ref], self.session.late)
+        )
+        kept = frozenset(alive if self._may_stay else step.facts)
         with gc_paused():
             return plan_of(
                 self.session,
                 step,
                 self.costs(),
                 self._least_window,
-                self._kept(step),
+                kept,
                 self._may_be_late,
                 self._wholes.wanted(step),
                 self._wholes.wants_copies(),
             )
-
-    def _kept(self, step: StepTrace) -> frozenset[EntryRef]:
-        """The gradients that may not stay, since they are alive before the next step begins."""
-        if not self._may_stay:
-            return frozenset(step.facts)
-        entries, late = self.session.entries(), self.session.late
-        return frozenset(e.ref for e in entries if e.ref.is_gradient and _is_kept(e, late))
 
     def apply(self, plan: StepPlan) -> None:
         """Move every entry to its home; from here on schedules are arranged for it.
@@ -578,25 +554,12 @@ class StepController(Rescheduling):
         kept = all(c.cast.copy_dtype in entries[c.entry].copies for c in narrow.copies)
         return narrow if kept else schedule
 
-    def none_can_stay(self, held_bytes: int) -> None:
-        """Set more aside before the next call, if everything rests on the device with room for it:
-        else the gradients of every call of this size would leave the device."""
-        plan, session = self.plan, self.session
-        if plan is None or not plan.rests_on_device:
-            return
-        if held_bytes + plan.peak_bytes <= session.device_budget:
-            session.split.expect(held_bytes)
-
     def staying(self, schedule: Schedule, entries: Sequence[Entry]) -> frozenset[EntryIndex]:
-        """Entries whose gradients stay where this call makes them. A graph that was compiled since
-        the plan was made, as for other sizes, lets those stay too that have no other home there."""
-        plan = self.plan
-        if plan is None:
+        """Entries whose gradients stay where this call makes them."""
+        if self.plan is None or schedule.serial not in self._base.serials | self._narrow_serials:
             return frozenset()
-        stay = StepCall(schedule, tuple(e.ref for e in entries)).making(plan.placement.stay)
-        if schedule.serial in self._base.serials | self._narrow_serials:
-            return stay
-        return stay & whole_and_alone(schedule) if plan.rests_on_device else frozenset()
+        call = StepCall(schedule, tuple(entry.ref for entry in entries))
+        return call.making(self.plan.placement.stay)
 
 
 def dtypes_of_copies(plan: StepPlan, whole: bool) -> dict[EntryRef, torch.dtype]:

@@ -160,13 +160,8 @@ class Rescheduling:
             session.late.settle()  # so that their memory is free
             return self.fit(schedule, entries)
         if stay:
-            self.none_can_stay(others + held)
             return self._refitted(schedule, entries, resident, frozenset(), joining)
         return made
-
-    def none_can_stay(self, held_bytes: int) -> None:
-        """No gradient of a call stays, since with them graphs would hold so much: no plan lets
-        any."""
 
     def forget(self) -> None:
         """Entries move, or the arena gets another size: what was arranged is not for that."""

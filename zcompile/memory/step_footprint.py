@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from types import MappingProxyType
 
-from zcompile.ir.effects import Effects, EntryIndex, HomeAccess, Instruction
+from zcompile.ir.effects import Effects, HomeAccess, Instruction
 from zcompile.ir.schedule import Schedule
 from zcompile.ir.step import StepCall, StepTrace
 from zcompile.ir.types import SMALL_BYTES, EntryRef, LiveBytes, Phase
@@ -212,9 +212,10 @@ def staying(
 
     kept  refs of gradients that are not gone when the next forward begins, none of which stays
     """
-    may = _may_stay(step, kept)
-    if not may:
+    phases = tuple(phase for phase, _ in groupby(call.phase for call in step.calls))
+    if phases != PATTERN[: max(2, len(phases))]:
         return frozenset()
+    may = [ref for ref in _candidates(step) if ref not in kept]
     anyway, anyway_in_steps = _held(step, frozenset())
     room, in_steps = max(room_bytes, anyway), max(room_bytes - scratch_bytes, anyway_in_steps)
     fewest, most = 0, len(may)
@@ -226,13 +227,6 @@ def staying(
         else:
             most = some - 1
     return frozenset(may[len(may) - fewest :])
-
-
-def if_all_stay(step: StepTrace, kept: frozenset[EntryRef]) -> tuple[frozenset[EntryRef], int]:
-    """All gradients that could stay in enough room, as in `staying`, and how much that is: the most
-    bytes that are live at any time if all of them do."""
-    may = frozenset(_may_stay(step, kept))
-    return may, _held(step, may)[0]
 
 
 def can_stay(
@@ -305,14 +299,6 @@ def _most_that_fit(sizes: Sequence[int], room: int) -> int:
     return min(sum(sizes), max(0, room), max(sums) + small)
 
 
-def _may_stay(step: StepTrace, kept: frozenset[EntryRef]) -> list[EntryRef]:
-    """The gradients of a step that may stay, in the order in which they are made."""
-    phases = tuple(phase for phase, _ in groupby(call.phase for call in step.calls))
-    if phases != PATTERN[: max(2, len(phases))]:
-        return []
-    return [ref for ref in _candidates(step) if ref not in kept]
-
-
 def _candidates(step: StepTrace) -> Iterator[EntryRef]:
     """The gradients that could stay, in the order in which they are made."""
     made = [
@@ -324,18 +310,6 @@ def _candidates(step: StepTrace) -> Iterator[EntryRef]:
     ]
     times = Counter(ref for ref, _ in made)
     return (ref for ref, may in made if may and times[ref] == 1)
-
-
-def whole_and_alone(schedule: Schedule) -> frozenset[EntryIndex]:
-    """Entries of which a call makes one gradient, whole and in memory of its own."""
-    rows = enumerate(schedule.effects)
-    made = [(at, x.home) for at, x in rows if x.is_gradient and x.home is not None]
-    times = Counter(home.entry for _, home in made)
-    return frozenset(
-        home.entry
-        for at, home in made
-        if times[home.entry] == 1 and _whole_and_alone(schedule, at, home)
-    )
 
 
 def _whole_and_alone(schedule: Schedule, index: int, gradient: HomeAccess) -> bool:

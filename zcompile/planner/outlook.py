@@ -32,7 +32,6 @@ from zcompile.planner.step_plan import (
     UNBOUNDED_LEAD,
     StepPlan,
     as_planned,
-    beside_if_all_stay,
     plan_late_or_not,
     plan_narrow_or_not,
     plan_on_host_or_not,
@@ -273,9 +272,6 @@ def evaluated(
         planned = plan_with_wholes(step, not_late, wanted)
     elif several and terms.stage != 3:
         planned = plan_whole_or_not(step, planned, not_late, arena_bytes)
-    aside = beside_if_all_stay(step, planned, arena_bytes, beside, kept)
-    if aside is not None and room_of(terms, aside).nbytes["device"] == arena_bytes + beside - aside:
-        return evaluated(step, terms, aside, chunk_bytes, prices, reading)
     step, base = as_planned(step, planned), step
     planned = widened_or_not(step, planned, arena_bytes, seconds)
     planned, timeline = exchanged(base, step, planned, costs, room, seconds)

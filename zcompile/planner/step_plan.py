@@ -31,13 +31,7 @@ from zcompile.ir.step import StepTrace
 from zcompile.ir.types import ALIGNMENT, ON_DEVICE, SMALL_BYTES, EntryRef, Phase, aligned
 from zcompile.ir.units import KiB
 from zcompile.machine.model import TIER_LINKS, Machine
-from zcompile.memory.step_footprint import (
-    can_stay,
-    held_in_steps,
-    if_all_stay,
-    staying,
-    staying_bytes,
-)
+from zcompile.memory.step_footprint import can_stay, held_in_steps, staying, staying_bytes
 from zcompile.passes.arrange import (
     ArenaShare,
     Arrangements,
@@ -136,11 +130,6 @@ class StepPlan:
     def copies(self) -> list[EntryRef]:
         """The copies that are kept, as entries: in low precision, or of the shares of all ranks."""
         return [ref for ref in self.step.facts if ref.is_copy]
-
-    @property
-    def rests_on_device(self) -> bool:
-        """Whether every entry rests on the device."""
-        return set(self.placement.homes.values()) <= ON_DEVICE
 
     @property
     def resident_bytes(self) -> int:
@@ -819,40 +808,6 @@ def stay_and_scratch(
     free = max(0, beside_bytes - held_in_steps([call.with_staying(stay) for call in step.calls]))
     nbytes = min(free, SCRATCH_CHUNKS * chunk_bytes) // ALIGNMENT * ALIGNMENT
     return stay, StepRoom(aligned(arena_bytes), nbytes, paced, DEEP)
-
-
-def beside_if_all_stay(
-    step: StepTrace,
-    plan: StepPlan,
-    arena_bytes: int,
-    beside_bytes: int,
-    kept: frozenset[EntryRef] = frozenset(),
-) -> int | None:
-    """Bytes of the device to set aside for graphs so that every gradient that may stay does; None,
-    if those are set aside, or something of the step rests elsewhere, or the rest of it needs them.
-
-    A gradient at a reserved address is computed or copied there as soon as it is made, so that a
-    region ends behind it, and each region costs the host about as much as a kernel does. Those that
-    stay need no border (`passes/join_regions.py`), and take as many bytes outside the arena as they
-    did in it. An eighth of what is set aside stays free, which `stay_and_scratch` keeps for a
-    scratch, and which an allocator may lose between blocks.
-
-    plan          of the step, as the device is divided now
-    arena_bytes   of the device; `beside_bytes`: set aside for graphs
-    kept          gradients that are not gone when the next forward begins
-    """
-    homes = plan.placement.homes
-    if plan.arena.window_bytes or not plan.rests_on_device:
-        return None
-    may, held = if_all_stay(step, kept)
-    moving = [ref for ref in may if homes.get(ref) == "device"]
-    if not moving:
-        return None
-    wanted = aligned(-(-held * SCRATCH_SHARE // (SCRATCH_SHARE - 1)))
-    left = (arena_bytes + beside_bytes - wanted) // ALIGNMENT * ALIGNMENT
-    rests = plan.peak_bytes - sum(aligned(step.facts[ref].nbytes) for ref in moving)
-    needed = max(rests, *(call.schedule.least_bytes for call in step.calls))
-    return wanted if beside_bytes < wanted and needed <= left else None
 
 
 def _beside(

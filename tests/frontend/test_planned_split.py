@@ -89,10 +89,10 @@ def session_of_run(choice, micro_batches=1):
 @pytest.mark.parametrize(
     ("choice", "micro_batches"),
     [
-        ("keep", 1),
+        ("offload", 2),
         *(
             pytest.param(*how, marks=pytest.mark.slow)
-            for how in [("recompute", 1), ("keep", 2), ("offload", 1), ("offload", 2), ("auto", 1)]
+            for how in [("recompute", 1), ("keep", 1), ("keep", 2), ("offload", 1), ("auto", 1)]
         ),
     ],
 )

@@ -1,13 +1,17 @@
 """Values get the places that are free soonest: never two at once in one, and a window is filled."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zcompile.ir.types import ALIGNMENT, aligned
+from zcompile.memory import earliest
 from zcompile.memory.allocator import fits_quickly, live_peak
 from zcompile.memory.earliest import LARGE_PART, Place, earliest_places
 from zcompile.memory.window import Need, blocks_of
+from zcompile.passes import allocate_arena
 from zcompile.passes.schedule_prefetch import NEARLY_ALL, choose_starts
 
 KB = 2 * ALIGNMENT
@@ -110,3 +114,31 @@ def test_a_stream_of_weights_and_chunks_fills_its_window():
     places = earliest_places(needs, budget)
     assert places is not None
     assert starts == tuple(place.free_from for place in places)
+
+
+def test_no_fetch_starts_earlier_than_it_may():
+    needs, lead = stream(), 3
+    starts = choose_starts(needs, 2 * WEIGHT - 3 * KB, lead, "forward")
+    assert all(start >= need.first - lead for need, start in zip(needs, starts, strict=True))
+    assert any(start < need.first for need, start in zip(needs, starts, strict=True))
+
+
+@pytest.mark.parametrize(("start", "fits"), [(2, True), (1, False)])
+def test_places_that_are_free_later_than_a_fetch_starts_are_not_taken(start, fits):
+    """Of two values that are there at once, each has its own."""
+    needs = [need(0, 0, KB), need(0, 1, KB), need(1, 1, KB), need(3, 3, 2 * KB)]
+    places = earliest_places(needs, 3 * KB)
+    assert places is not None
+    assert [place.free_from for place in places] == [0, 0, 0, 2]
+    values = [
+        SimpleNamespace(name=n.name, first=n.first, last=n.last, nbytes=n.nbytes, start=at)
+        for n, at in zip(needs, (0, 0, 0, start), strict=True)
+    ]
+    found = allocate_arena._earliest(values, 3 * KB)
+    assert found == (tuple(place.address for place in places) if fits else None)
+
+
+def test_what_would_take_long_is_not_looked_for(monkeypatch):
+    needs = stream()
+    monkeypatch.setattr(earliest, "WORK", len(needs) - 1)
+    assert earliest_places(needs, sum(aligned(n.nbytes) for n in needs)) is None

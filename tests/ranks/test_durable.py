@@ -219,7 +219,6 @@ def test_a_step_over_what_other_ranks_committed_is_refused(expected, committed):
     assert check_resumes(expected, 2, committed) == (1, 1)
 
 
-@pytest.mark.slow
 def test_a_rank_whose_directory_is_gone_is_named_on_all(expected, committed):
     kept = committed / "kept"
     (committed / "rank-1-of-2").rename(kept)

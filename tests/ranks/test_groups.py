@@ -177,7 +177,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "apart", "within", "compiled"), sampled_rows(CASES, CASES[2]))
 def test_contributions_of_a_pass_are_added_up_before_groups_sum_them(
     pool, name, apart, within, compiled

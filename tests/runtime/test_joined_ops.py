@@ -6,6 +6,7 @@ import io
 import pickle
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
@@ -547,6 +548,29 @@ def test_who_reads_while_an_op_is_noted_is_refused_and_no_op_is_lost(monkeypatch
     assert same(model, expected(adamw))
     assert len(met) == 1
     assert "a step of AdamW is used while that step is running" in met[0]
+
+
+def test_a_step_that_broke_off_in_a_thread_that_lives_on_keeps_nobody_else_out(monkeypatch):
+    """As in a pool of threads, whose future has raised."""
+    model, compiled = streamed()
+    optimizer = adamw(model, foreach=False)
+    train(model, compiled, optimizer, 0, 1)
+    loss_of(compiled, ids(10)).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
+        patch.setattr(JoinedOps, "end_step", fail)
+        with pytest.raises(RuntimeError, match="breaks off"):
+            pool.submit(optimizer.step).result()
+        patch.undo()
+        assert session_behind(model).noted_ops.has_any
+        assert all(torch.isfinite(p.detach().sum()) for p in model.parameters())
+        optimizer.zero_grad()
+        train(model, compiled, optimizer, 2)
+    assert same(model, expected(adamw))
+
+
+def fail(ops):
+    raise RuntimeError("the step breaks off")
 
 
 def test_ops_noted_by_a_step_of_a_thread_that_has_ended_are_run_by_whoever_reads(monkeypatch):

@@ -410,8 +410,8 @@ def without_python_kernels(
 
 
 def give_meta_kernel(op: Dispatched, meta: Callable[..., Any]) -> None:
-    """From here on, tensors without values take the result of an op from `meta`, for which torch
-    has a kernel in C++ that takes no symbolic sizes (isIntList() INTERNAL ASSERT FAILED)."""
+    """From here on whoever traces takes the result of an op from `meta`, for which torch has a
+    kernel in C++ that takes no symbolic sizes (isIntList() INTERNAL ASSERT FAILED)."""
     if DispatchKey.Meta not in op.py_kernels:
         op.py_impl(DispatchKey.Meta)(meta)
 

@@ -13,7 +13,9 @@ that are chosen first leave holes: small values go to one end, and large ones to
 they leave each other whole ranges. Pure.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from zcompile.ir.types import ALIGNMENT, aligned
@@ -21,6 +23,9 @@ from zcompile.memory.window import Need
 
 LARGE_PART = 8
 """A value that takes one part in so many of the window, or more, is large."""
+WORK = 500_000
+"""Ranges that are looked at for all values, at most: under a second on one core. Each value looks
+at all of a window, so that a stream of many into a wide window would take minutes."""
 
 
 class Place(NamedTuple):
@@ -40,20 +45,23 @@ class _Range(NamedTuple):
 
 def earliest_places(needs: Sequence[Need], budget_bytes: int) -> list[Place] | None:
     """The place of each value, within the budget; None where some value has none by the time of
-    its first reader.
+    its first reader, or where finding all of them takes more than `WORK`.
 
     Needs come in the order of their first readers.
     """
     whole = budget_bytes // ALIGNMENT * ALIGNMENT
-    ranges, found = [_Range(0, whole, 0)], list[Place]()
+    ranges, found, work = [_Range(0, whole, 0)], list[Place](), 0
     for need in needs:
+        work += len(ranges)
+        if work > WORK:
+            return None
         size = aligned(need.nbytes)
         large = size * LARGE_PART >= whole
         place = _soonest_from_top(ranges, size) if large else _soonest(ranges, size)
         if place is None or place.free_from > need.first:
             return None
         found.append(place)
-        ranges = _with(ranges, _Range(place.address, place.address + size, need.last + 1))
+        _take(ranges, _Range(place.address, place.address + size, need.last + 1))
     return found
 
 
@@ -79,17 +87,27 @@ def _soonest_from_top(ranges: Sequence[_Range], size: int) -> Place | None:
     return None if place is None else Place(whole - place.address - size, place.free_from)
 
 
-def _with(ranges: Sequence[_Range], taken: _Range) -> list[_Range]:
-    """The ranges with one more on top of those below it; neighbours that are free from the same
-    time on become one."""
-    below = [_Range(r.begin, min(r.end, taken.begin), r.free_from) for r in ranges]
-    above = [_Range(max(r.begin, taken.end), r.end, r.free_from) for r in ranges]
+def _take(ranges: list[_Range], taken: _Range) -> None:
+    """Put one more range on top of those below it; neighbours that are free from the same time on
+    become one."""
+    begin, end, _ = taken
+    first = bisect_right(ranges, begin, key=attrgetter("begin")) - 1
+    last = first
+    while ranges[last].end < end:
+        last += 1
+    low, high = ranges[first], ranges[last]
+    cut = [
+        _Range(low.begin, begin, low.free_from),
+        taken,
+        _Range(end, high.end, high.free_from),
+    ]
+    around = [*ranges[max(0, first - 1) : first], *cut, *ranges[last + 1 : last + 2]]
     made: list[_Range] = []
-    for r in (*below, taken, *above):
+    for r in around:
         if r.begin >= r.end:
             continue
         if made and made[-1].free_from == r.free_from:
             made[-1] = _Range(made[-1].begin, r.end, r.free_from)
         else:
             made.append(r)
-    return made
+    ranges[max(0, first - 1) : last + 2] = made

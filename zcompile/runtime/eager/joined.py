@@ -18,8 +18,8 @@ operand of more than one element, which others may change meanwhile; and ops on 
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from types import FrameType
@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 
 from zcompile.errors import BudgetExceeded, Unsupported, ZinfError
 from zcompile.ir.optimizer_step import Column, Row, lower_step
@@ -268,6 +269,14 @@ class _NotedRow:
         self.results |= other.results
 
 
+def _is_in_step(thread: int) -> bool:
+    """Whether a thread is within the step of an optimizer of torch."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_code.co_filename != torch_optimizer.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class JoinedOps:
     """The ops of one session's optimizers that were noted and have not run.
 
@@ -351,24 +360,22 @@ class JoinedOps:
                     finally:
                         entry.wait_for(waits)
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Within, this thread notes ops: who would run them meanwhile, as a signal handler that
         reads a parameter, is refused, since what is just being noted would be lost."""
         self._refuse_others()
         self._thread, self._noting = threading.get_ident(), True
-        try:
-            yield
-        finally:
-            self._noting = False
+
+    def __exit__(self, *_: object) -> None:
+        self._noting = False
 
     def _refuse_others(self) -> None:
         """Raise Unsupported where another thread's step is noting ops, or this thread's is right
-        now. What a thread that has ended left is anybody's."""
+        now. What a step has left that is over, or broke off, is anybody's."""
         if not self._noting:
             if self._thread == threading.get_ident() or not self.has_any:
                 return
-            if self._thread not in sys._current_frames():
+            if not _is_in_step(self._thread):
                 return
         raise Unsupported(
             f"a tensor of a step of {self._name} is used while that step is running, by another "
@@ -377,7 +384,7 @@ class JoinedOps:
         )
 
     def note(self, app: Application, dtype: torch.dtype | None) -> LazyResult | None:
-        """Within `noting`: let an op wait. Returns the tensor that it makes.
+        """Within the context of this: let an op wait. Returns the tensor that it makes.
 
         dtype  of the tensor that it makes; None: it writes its first operand
         """
@@ -648,7 +655,7 @@ def join(cls: Any, func: Dispatched, args: Sequence[Any], kwargs: dict[str, Any]
     for app in apps:
         ops.make_way(app)
         ops.widen_written(app)
-    with ops.noting():
+    with ops:
         if not all(_is_noted(tensor) for app in apps for tensor in app.tensors()):
             return NOT_JOINED  # results were computed just now
         ops.tell(func, args, kwargs)

@@ -197,7 +197,7 @@ def test_the_machine_is_measured(out, tmp_path, monkeypatch):
     assert "nothing to measure: kernels run on CUDA devices" in parts["kernels"]["notes"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a model whose states are off the card, below
 def test_steps_are_compared_with_eager_and_with_their_plan(out, tmp_path):
     only = ["--only", "planned-half", "streaming", "--trace", str(tmp_path)]
     assert bench.main(tiny("steps", *only, "--dtypes", "bf16", "--out", str(out))) == 0

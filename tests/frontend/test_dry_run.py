@@ -165,7 +165,7 @@ def test_micro_batches_are_told_what_one_call_would_save():
     assert zcompile.plan(on_meta(layers=2), IDS, IDS, machine=machine).one_call_seconds is None
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # the next has the states
 def test_a_step_in_a_dry_run_is_about_the_entries_of_a_real_one(traced):
     model = Text(layers=2)
     zcompile.offload(model, device="cpu", host_memory="64MiB", device_memory="16MiB")

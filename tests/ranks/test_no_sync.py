@@ -282,7 +282,7 @@ def longer(mesh, ranks, fields=None):
     return taken_from(model, optimizer, fields)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # who has no room is told, below
 def test_sums_give_their_room_on_the_device_to_a_longer_micro_batch(pool):
     expected = pool.run(longer, 1, 2)
     fields = {**BUDGETS, "device_memory": "1500KiB", "stage": 3}
@@ -317,7 +317,7 @@ def crossing_alone(mesh, fails):
         zcompile.close(model)
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # a pass within another, below, has such sums
 def test_sums_that_cross_by_themselves_are_few_at_a_time_and_stay_if_one_fails(pool):
     weights = 6
     for made, most, left in pool.run(crossing_alone, 2, False):

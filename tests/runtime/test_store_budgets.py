@@ -194,7 +194,7 @@ def test_a_host_budget_below_the_least_ring_says_the_minimum(open_store):
 def test_budgets_beyond_the_machine_are_refused(open_store):
     with pytest.raises(DeviceTooSmall, match="lower device_memory"):
         open_store(device_memory="900TiB")
-    with pytest.raises(ConfigInvalid, match="more than this machine has"):
+    with pytest.raises(ConfigInvalid, match="that this machine has"):
         open_store(host_memory="900TiB")
 
 

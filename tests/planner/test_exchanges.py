@@ -23,6 +23,7 @@ from zcompile.planner.bounds import demand_of
 from zcompile.planner.exchanges import (
     ALONE_IN_VAIN,
     IN_VAIN,
+    REPLAYS,
     ROUNDS,
     TRIES,
     VAIN_ROUNDS,
@@ -330,6 +331,22 @@ def test_the_simulator_judges_replays_some_times(replayed, gains, most):
     found = exchanged_at(recorded(), plan, takes_s)
     assert 0 < len(homes_asked) <= most
     assert found.placement.homes == (homes_asked[-1] if gains < 1 else plan.placement.homes)
+
+
+@pytest.mark.parametrize(("instructions", "count"), [(400_000, REPLAYS), (1, 1)])
+def test_of_a_long_schedule_fewer_exchanges_are_replayed(
+    replayed, monkeypatch, instructions, count
+):
+    plan, counts = planned(*FIRST_TWO), []
+
+    def counted(replay, homes, alike, draw, count):
+        counts.append(count)
+        return dict(homes)
+
+    monkeypatch.setattr(exchanges, "REPLAYED", instructions)
+    monkeypatch.setattr(exchanges, "_replayed", counted)
+    exchanged_at(recorded(), plan, asked(lambda n: plan.seconds)[0])
+    assert counts[:VAIN_ROUNDS] == [count] * VAIN_ROUNDS
 
 
 def test_entries_of_different_sizes_are_not_exchanged_by_replays(replayed):

@@ -55,6 +55,8 @@ FAR = TIERS[1:]
 REPLAYS, ROUNDS, VAIN_ROUNDS = 96, 3, 2
 """Exchanges that are replayed before the simulator judges the homes that they led to; times that it
 does, and in a row without success."""
+REPLAYED = 400_000
+"""Instructions that are replayed before it does, at most: a few seconds on one core."""
 
 
 def exchanged(
@@ -102,8 +104,10 @@ def exchanged(
         if not alike or not waits_long():
             return
         replay = Replay(best.step, costs, best.placement.homes)
+        size = sum(len(call.schedule.instructions) for call in best.step.calls)
+        count = min(REPLAYS, max(1, REPLAYED // max(1, size)))
         for _ in range(ROUNDS):
-            homes = _replayed(replay, best.placement.homes, alike, draw)
+            homes = _replayed(replay, best.placement.homes, alike, draw, count)
             is_new = tuple(homes.values()) not in tried
             in_vain = 0 if is_new and is_judged_faster(homes) else in_vain + 1
             if in_vain == VAIN_ROUNDS:
@@ -202,12 +206,13 @@ def _replayed(
     homes: Mapping[EntryRef, str],
     alike: Sequence[Sequence[EntryRef]],
     draw: random.Random,
+    count: int,
 ) -> dict[EntryRef, str]:
-    """The homes after exchanges of entries that are `alike`, of those drawn each that a replay
-    finds shorter."""
+    """The homes after exchanges of entries that are `alike`: of so many that are drawn, each that a
+    replay finds shorter."""
     best, every = dict(homes), [refs for refs in alike for _ in refs]
     best_s = replay.seconds(best)
-    for _ in range(REPLAYS):
+    for _ in range(count):
         refs = draw.choice(every)
         near, far = (draw.choice([r for r in refs if best[r] == tier]) for tier in FAR)
         best[near], best[far] = best[far], best[near]

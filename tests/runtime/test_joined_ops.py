@@ -550,13 +550,19 @@ def test_who_reads_while_an_op_is_noted_is_refused_and_no_op_is_lost(monkeypatch
     assert "a step of AdamW is used while that step is running" in met[0]
 
 
-def test_a_step_that_broke_off_in_a_thread_that_lives_on_keeps_nobody_else_out(monkeypatch):
-    """As in a pool of threads, whose future has raised."""
+def ready_to_step():
+    """A model whose second step is due."""
     model, compiled = streamed()
     optimizer = adamw(model, foreach=False)
     train(model, compiled, optimizer, 0, 1)
     loss_of(compiled, ids(10)).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    return model, compiled, optimizer
+
+
+def test_a_step_that_broke_off_in_a_thread_that_lives_on_keeps_nobody_else_out(monkeypatch):
+    """As in a pool of threads, whose future has raised."""
+    model, compiled, optimizer = ready_to_step()
     with ThreadPoolExecutor(1) as pool, monkeypatch.context() as patch:
         patch.setattr(JoinedOps, "end_step", fail)
         with pytest.raises(RuntimeError, match="breaks off"):
@@ -574,11 +580,7 @@ def fail(ops):
 
 
 def test_ops_noted_by_a_step_of_a_thread_that_has_ended_are_run_by_whoever_reads(monkeypatch):
-    model, compiled = streamed()
-    optimizer = adamw(model, foreach=False)
-    train(model, compiled, optimizer, 0, 1)
-    loss_of(compiled, ids(10)).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    model, compiled, optimizer = ready_to_step()
     with monkeypatch.context() as patch:
         patch.setattr(JoinedOps, "end_step", lambda self: None)
         by_a_thread(optimizer.step)

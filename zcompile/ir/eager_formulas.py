@@ -67,13 +67,13 @@ INSTEAD: Mapping[Dispatched, Callable[..., Any]] = {
 """Op -> what tracing meets in place of its function in Python: an op that is left whole."""
 
 
-def _gradient_of_image(
+def _contiguous_gradient(
     gradient: Tensor, size: Sequence[int], input_size: Sequence[int], *given: Any
 ) -> Tensor:
     return gradient.new_empty(input_size)
 
 
-def _gradient_as_it_lies(
+def _gradient_of_same_format(
     gradient: Tensor, size: Sequence[int], input_size: Sequence[int], *given: Any
 ) -> Tensor:
     made = gradient.new_empty(input_size)
@@ -81,11 +81,11 @@ def _gradient_as_it_lies(
 
 
 IMAGE_GRADIENTS: Mapping[Dispatched, Callable[..., Tensor]] = {
-    aten.upsample_linear1d_backward.default: _gradient_of_image,
-    aten.upsample_bilinear2d_backward.default: _gradient_as_it_lies,
-    aten.upsample_bicubic2d_backward.default: _gradient_of_image,
-    aten.upsample_trilinear3d_backward.default: _gradient_as_it_lies,
-    aten._upsample_bicubic2d_aa_backward.default: _gradient_of_image,
+    aten.upsample_linear1d_backward.default: _contiguous_gradient,
+    aten.upsample_bilinear2d_backward.default: _gradient_of_same_format,
+    aten.upsample_bicubic2d_backward.default: _contiguous_gradient,
+    aten.upsample_trilinear3d_backward.default: _gradient_of_same_format,
+    aten._upsample_bicubic2d_aa_backward.default: _contiguous_gradient,
 }
 """Ops of gradients of resized images -> what they make in tracing, where sizes may be dynamic."""
 for _op, _meta in IMAGE_GRADIENTS.items():
